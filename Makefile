@@ -1,0 +1,103 @@
+# Calla. No configure step: `make` builds build/calla with the backends that this platform has.
+#
+#   make                 build/calla
+#   make test            every test, short forms; ends with "N passed, N failed, N skipped"
+#   make test-long       the same tests at their full counts
+#   make lint format     checks of style and layers; reformat
+#   make SAN=1 ...       address and undefined-behaviour sanitizers, into build/san/
+#   make CUDA=0 ...      leave the CUDA backend out although nvcc is there
+
+UNAME := $(shell uname -s)
+ARCH := $(shell uname -m)
+SAN ?= 0
+ifeq ($(SAN),1)
+B := build/san
+else
+B := build
+endif
+
+CC ?= cc
+PKGS := jansson libpcre2-8 libutf8proc libedit
+PKG_CONFIG ?= pkg-config
+CPPFLAGS += -Isrc -I$(B)/gen -D_GNU_SOURCE $(shell $(PKG_CONFIG) --cflags $(PKGS))
+WARN := -Wall -Wextra -Wshadow -Wstrict-prototypes -Wmissing-prototypes -Wpointer-arith -Wvla
+CFLAGS += -std=c11 -O2 -g -fno-omit-frame-pointer -ffp-contract=off -pthread $(WARN)
+LDFLAGS += -pthread
+LDLIBS += $(shell $(PKG_CONFIG) --libs $(PKGS)) -lm
+ifeq ($(SAN),1)
+CFLAGS += -fsanitize=address,undefined -fno-sanitize-recover=all
+LDFLAGS += -fsanitize=address,undefined
+endif
+
+# Sources. cmd/ is the program; all the rest is the library that tests link too.
+LIB_SRC := $(wildcard src/base/*.c src/backend/*.c src/backend/cpu/ref_*.c src/backend/cpu/cpu*.c \
+             src/model/*.c src/text/*.c src/engine/*.c src/server/*.c)
+ifneq ($(filter x86_64 amd64,$(ARCH)),)
+LIB_SRC += $(wildcard src/backend/cpu/avx2_*.c src/backend/cpu/avx512_*.c)
+endif
+ifneq ($(filter aarch64 arm64,$(ARCH)),)
+LIB_SRC += $(wildcard src/backend/cpu/neon_*.c)
+endif
+CMD_SRC := $(wildcard src/cmd/*.c)
+LIB_OBJ := $(LIB_SRC:%.c=$(B)/%.o)
+CMD_OBJ := $(CMD_SRC:%.c=$(B)/%.o)
+UNIT_SRC := $(wildcard tests/unit/test_*.c)
+UNIT_BIN := $(UNIT_SRC:tests/unit/%.c=$(B)/tests/%)
+KCHECK_SRC := $(wildcard tests/kcheck/*.c)
+FUZZ_SRC := $(wildcard tests/fuzz/fuzz_*.c)
+FUZZ_BIN := $(FUZZ_SRC:tests/fuzz/%.c=$(B)/tests/%)
+
+all: $(B)/calla
+
+$(B)/calla: $(CMD_OBJ) $(B)/libcalla.a
+	$(CC) $(LDFLAGS) -o $@ $^ $(LDLIBS)
+
+$(B)/libcalla.a: $(LIB_OBJ)
+	@rm -f $@
+	$(AR) rcs $@ $^
+
+# Kernels of a level are compiled for that level; the level is chosen at run time.
+$(B)/src/backend/cpu/avx2_%.o: CFLAGS += -mavx2 -mfma -mf16c -O3
+$(B)/src/backend/cpu/avx512_%.o: CFLAGS += -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx512bf16 -mfma -mf16c -O3
+
+$(B)/%.o: %.c
+	@mkdir -p $(@D)
+	$(CC) $(CPPFLAGS) $(CFLAGS) -MMD -MP -c -o $@ $<
+
+$(B)/tests/test_%: tests/unit/test_%.c $(B)/libcalla.a
+	@mkdir -p $(@D)
+	$(CC) $(CPPFLAGS) -Itests/unit $(CFLAGS) -MMD -MP $(LDFLAGS) -o $@ $< $(B)/libcalla.a $(LDLIBS) -lcmocka
+
+$(B)/tests/fuzz_%: tests/fuzz/fuzz_%.c $(B)/libcalla.a
+	@mkdir -p $(@D)
+	$(CC) $(CPPFLAGS) $(CFLAGS) -MMD -MP $(LDFLAGS) -o $@ $< $(B)/libcalla.a $(LDLIBS)
+
+$(B)/kcheck: $(KCHECK_SRC:%.c=$(B)/%.o) $(B)/libcalla.a
+	$(CC) $(LDFLAGS) -o $@ $^ $(LDLIBS)
+
+kcheck: $(B)/kcheck
+tests: all $(UNIT_BIN) $(FUZZ_BIN) $(if $(KCHECK_SRC),$(B)/kcheck)
+
+# The sanitizer build runs the unit tests and the fuzzers; the plain build runs everything.
+test: tests lint
+	$(MAKE) SAN=1 tests
+	python3 tests/run.py
+
+test-long: tests lint
+	$(MAKE) SAN=1 tests
+	python3 tests/run.py --long
+
+demo: all
+	tools/demo.sh $(B)/calla
+
+lint:
+	tools/lint.py
+
+format:
+	clang-format -i $$(git ls-files '*.c' '*.h')
+
+clean:
+	rm -rf build
+
+.PHONY: all kcheck tests test test-long demo lint format clean
+-include $(LIB_OBJ:.o=.d) $(CMD_OBJ:.o=.d) $(wildcard $(B)/tests/*.d) $(KCHECK_SRC:%.c=$(B)/%.d)

@@ -1,0 +1,99 @@
+#include "cmd/cmd.h"
+
+#include "base/file.h"
+
+#include <errno.h>
+#include <limits.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+#ifdef __APPLE__
+#include <mach-o/dyld.h>
+#endif
+
+int cmd_fail(const char *name, const struct err *err)
+{
+    fflush(stdout);
+    fprintf(stderr, "calla %s: %s\n", name, err->text);
+    return err_exit_code(err->kind);
+}
+
+int cmd_usage(const char *name, const char *fmt, ...)
+{
+    fprintf(stderr, "calla %s: ", name);
+    va_list ap;
+    va_start(ap, fmt);
+    vfprintf(stderr, fmt, ap);
+    va_end(ap);
+    fprintf(stderr, "\nTry 'calla %s --help'.\n", name);
+    return err_exit_code(ERR_USAGE);
+}
+
+bool cmd_parse_uint(const char *option, const char *text, uint64_t lo, uint64_t hi, uint64_t *out,
+                    struct err *err)
+{
+    char *end;
+    errno = 0;
+    unsigned long long v = strtoull(text, &end, 10);
+    if (!*text || *end || errno || strchr(text, '-') || v < lo || v > hi)
+        return err_set(err, ERR_USAGE, "%s wants a whole number from %llu to %llu, not '%s'",
+                       option, (unsigned long long)lo, (unsigned long long)hi, text);
+    *out = v;
+    return true;
+}
+
+bool cmd_parse_float(const char *option, const char *text, double lo, double hi, double *out,
+                     struct err *err)
+{
+    char *end;
+    double v = strtod(text, &end);
+    if (!*text || *end || !isfinite(v) || v < lo || v > hi)
+        return err_set(err, ERR_USAGE, "%s wants a number from %g to %g, not '%s'", option, lo, hi,
+                       text);
+    *out = v;
+    return true;
+}
+
+/* Folder of the running binary, without a final slash; false when the system does not tell. */
+static bool cmd_binary_folder(char *out, size_t size)
+{
+#ifdef __APPLE__
+    char raw[PATH_MAX], real[PATH_MAX];
+    uint32_t n = sizeof raw;
+    if (_NSGetExecutablePath(raw, &n) != 0 || !realpath(raw, real))
+        return false;
+    snprintf(out, size, "%s", real);
+#else
+    ssize_t n = readlink("/proc/self/exe", out, size - 1);
+    if (n <= 0)
+        return false;
+    out[n] = 0;
+#endif
+    char *slash = strrchr(out, '/');
+    if (!slash)
+        return false;
+    *slash = 0;
+    return true;
+}
+
+char *cmd_default_model(void)
+{
+    static const char *const places[] = {"../models/demo", "../../models/demo",
+                                         "../share/calla/models/demo"};
+    char folder[PATH_MAX];
+    if (!cmd_binary_folder(folder, sizeof folder))
+        return NULL;
+    for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
+        char *path = file_join(folder, places[i]);
+        char *config = file_join(path, "config.json");
+        bool found = file_exists(config);
+        free(config);
+        if (found)
+            return path;
+        free(path);
+    }
+    return NULL;
+}

@@ -1,0 +1,45 @@
+/* The subcommands of the one binary. A command gets its own arguments (argv[0] is its name), prints
+ * for the user, and returns the process's exit code: 0, or what err_exit_code gives. */
+#ifndef CMD_CMD_H
+#define CMD_CMD_H
+
+#include "base/err.h"
+
+#include <stdbool.h>
+#include <stdint.h>
+
+struct cmd {
+    const char *name;
+    const char *summary; /* one line for `calla --help` */
+    int (*run)(int argc, char **argv);
+};
+
+int cmd_bench(int argc, char **argv);
+int cmd_chat(int argc, char **argv);
+int cmd_eval(int argc, char **argv);
+int cmd_info(int argc, char **argv);
+int cmd_quantize(int argc, char **argv);
+int cmd_render(int argc, char **argv);
+int cmd_run(int argc, char **argv);
+int cmd_serve(int argc, char **argv);
+int cmd_synth(int argc, char **argv);
+int cmd_tokenize(int argc, char **argv);
+
+/* Prints "calla NAME: error text" to stderr and returns the exit code for it. */
+int cmd_fail(const char *name, const struct err *err);
+
+/* Prints "calla NAME: text" and "Try 'calla NAME --help'." to stderr; returns the usage exit code. */
+int cmd_usage(const char *name, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
+
+/* Options are parsed with getopt_long; these turn an option's text into a value within bounds, or
+ * fail with a message that names the option. */
+bool cmd_parse_uint(const char *option, const char *text, uint64_t lo, uint64_t hi, uint64_t *out,
+                    struct err *err);
+bool cmd_parse_float(const char *option, const char *text, double lo, double hi, double *out,
+                     struct err *err);
+
+/* The model folder to use when none is named: models/demo beside the binary's tree, or
+ * ../share/calla/models/demo. Null when there is none. The caller frees it. */
+char *cmd_default_model(void);
+
+#endif

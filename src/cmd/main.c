@@ -1,0 +1,46 @@
+/* calla: the command line. */
+#include "cmd/cmd.h"
+
+#include "base/log.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#define CALLA_VERSION "0.1.0"
+
+static const struct cmd commands[] = {
+    {NULL, NULL, NULL},
+};
+
+static int main_help(FILE *out)
+{
+    fprintf(out, "calla %s - local inference for the qwen3_5_moe family\n\n", CALLA_VERSION);
+    fprintf(out, "usage: calla [-v] COMMAND [options]\n\ncommands:\n");
+    for (const struct cmd *c = commands; c->name; c++)
+        fprintf(out, "  %-10s %s\n", c->name, c->summary);
+    fprintf(out, "\n'calla COMMAND --help' shows a command's options and examples.\n"
+                 "Commands that need a model and are given none use the demo model.\n");
+    return 0;
+}
+
+int main(int argc, char **argv)
+{
+    int i = 1;
+    for (; i < argc && !strcmp(argv[i], "-v"); i++)
+        log_set_level(i == 1 ? LOG_INFO : LOG_DEBUG);
+    if (i >= argc) {
+        main_help(stderr);
+        return err_exit_code(ERR_USAGE);
+    }
+    if (!strcmp(argv[i], "--help") || !strcmp(argv[i], "-h") || !strcmp(argv[i], "help"))
+        return main_help(stdout);
+    if (!strcmp(argv[i], "--version")) {
+        printf("calla %s\n", CALLA_VERSION);
+        return 0;
+    }
+    for (const struct cmd *c = commands; c->name; c++)
+        if (!strcmp(argv[i], c->name))
+            return c->run(argc - i, argv + i);
+    fprintf(stderr, "calla: there is no command '%s'\nTry 'calla --help'.\n", argv[i]);
+    return err_exit_code(ERR_USAGE);
+}

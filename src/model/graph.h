@@ -1,0 +1,49 @@
+/* The forward pass: the only one. Prefill, decode, batched decode and verification are the same
+ * call with other row counts. After graph_open it allocates nothing. */
+#ifndef MODEL_GRAPH_H
+#define MODEL_GRAPH_H
+
+#include "model/state.h"
+
+struct graph_limits {
+    uint32_t rows;     /* a batch has at most so many */
+    uint32_t segments; /* likewise */
+    uint32_t logit_rows;
+};
+
+struct graph; /* activations and batch buffers */
+
+struct batch {
+    uint32_t rows, segments, logit_rows;
+    const int32_t *tokens;         /* [rows] */
+    const struct segment *segment; /* [segments]; slots are those of the state */
+    const uint32_t *logit_row;     /* [logit_rows], ascending: rows whose logits are wanted */
+};
+
+uint64_t graph_bytes(const struct config *config, const struct graph_limits *limits);
+
+bool graph_open(const struct model *model, struct state *state, const struct graph_limits *limits,
+                struct graph **out, struct err *err);
+void graph_close(struct graph *graph);
+
+/* Reserves pages, runs the batch, and moves each segment's position on. Checks tokens against the
+ * vocabulary and segments against the state first; on failure of the checks nothing changed, on a
+ * device error the slots concerned must be reset by the caller. */
+bool graph_forward(struct graph *graph, const struct batch *batch, struct err *err);
+
+/* After graph_forward: logits of the wanted rows, f32 [logit_rows, vocab], on the device. */
+struct span graph_logits(const struct graph *graph);
+
+/* Reads row i of the logits to the host: f32 [vocab]. */
+bool graph_read_logits(struct graph *graph, uint32_t i, float *out, struct err *err);
+
+/* argmax of logit row i (ties to the lowest id; NaN or no finite logit is an ERR_INTERNAL). */
+bool graph_read_argmax(struct graph *graph, uint32_t i, int32_t *token, struct err *err);
+
+/* Called after the embedding (layer -1) and after every layer with x, f32 [rows, hidden]; for
+ * tests and debugging. Null stops it. */
+void graph_set_probe(struct graph *graph,
+                     void (*probe)(void *user, int layer, const float *x, uint32_t rows),
+                     void *user);
+
+#endif

@@ -1,0 +1,40 @@
+/* The chat template of the family, in C: a chat request to the exact prompt.
+ * Byte-equal to Qwen3.6's chat_template.jinja, with one leniency: see template_render. */
+#ifndef TEXT_TEMPLATE_H
+#define TEXT_TEMPLATE_H
+
+#include "base/buf.h"
+#include "base/err.h"
+#include "text/tokenizer.h"
+
+#include <jansson.h>
+
+struct template_options {
+    bool add_generation_prompt;
+    bool enable_thinking;
+    bool preserve_thinking;
+    bool add_vision_id;
+};
+
+/* A rendered prompt. `plain` are the stretches that came from the request (contents, reasoning,
+ * names, argument values, tool definitions): added tokens are not recognised there. */
+struct template_prompt {
+    struct buf text;
+    struct text_range *plain;
+    size_t plain_count, plain_cap;
+    size_t head_len;       /* bytes of the system+tools block; 0 when there is none */
+    size_t generation_pos; /* where the generation prompt begins; text.len when there is none */
+    bool thinking_open;    /* the prompt ends inside a think block */
+};
+
+/* messages: OpenAI chat messages; tools: array or null. Fails with ERR_USAGE in the template's own
+ * words where the official one raises. The leniency: system and developer messages after the first
+ * are accepted; leading ones are merged (contents trimmed, joined by a blank line, empty ones
+ * dropped), later ones are rendered in place as system turns. Tool-call arguments may be a mapping or a
+ * JSON text of one. */
+bool template_render(const json_t *messages, const json_t *tools,
+                     const struct template_options *options, struct template_prompt *out,
+                     struct err *err);
+void template_prompt_free(struct template_prompt *prompt);
+
+#endif
