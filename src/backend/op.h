@@ -49,10 +49,14 @@ enum weight_kind {
  * WEIGHT_AFFINE: codes are u32 words [count, rows, cols * bits / 32], the row one little-endian
  * bit stream with code k at bits k*bits; scales and biases are bf16 [count, rows, cols / group].
  * bits in {2, 3, 4, 5, 6, 8}, group in {32, 64, 128}, cols a multiple of group. Scales can be
- * negative. Source: the MLX checkpoints' layout, `docs/model.md`. */
+ * negative. Source: the MLX checkpoints' layout, `docs/model.md`.
+ *
+ * Matrix e begins e * expert_stride rows after the first: `rows` as a rule; 2 * rows where a Hugging
+ * Face file holds gate and up fused as halves of one [count, 2 * rows, cols] tensor. */
 struct weight {
     enum weight_kind kind;
     uint32_t count, rows, cols;
+    uint32_t expert_stride;           /* rows from one matrix to the next, at least `rows` */
     uint32_t bits, group;             /* WEIGHT_AFFINE only */
     struct span data, scales, biases; /* data: f32, bf16 or the codes */
     void *repacked; /* the backend's own form of it, or null; the backend's to free */
