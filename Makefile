@@ -17,8 +17,13 @@ B := build
 endif
 
 CC ?= cc
-PKGS := jansson libpcre2-8 libutf8proc libedit
 PKG_CONFIG ?= pkg-config
+PKGS := jansson libpcre2-8 libutf8proc
+ifeq ($(UNAME),Darwin)
+LDLIBS += -ledit
+else
+PKGS += libedit
+endif
 CPPFLAGS += -Isrc -I$(B)/gen -D_GNU_SOURCE $(shell $(PKG_CONFIG) --cflags $(PKGS))
 WARN := -Wall -Wextra -Wshadow -Wstrict-prototypes -Wmissing-prototypes -Wpointer-arith -Wvla
 CFLAGS += -std=c11 -O2 -g -fno-omit-frame-pointer -ffp-contract=off -pthread $(WARN)

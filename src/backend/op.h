@@ -41,7 +41,7 @@ enum weight_kind {
     WEIGHT_NONE = 0,
     WEIGHT_F32,  /* f32 [count, rows, cols] */
     WEIGHT_BF16, /* bf16 [count, rows, cols] */
-    WEIGHT_AFFINE, /* MLX affine: w[r][k] = scales[r][k / group] * code[r][k] + biases[r][k / group] */
+    WEIGHT_AFFINE, /* MLX: w[r][k] = scales[r][k/group] * code[r][k] + biases[r][k/group] */
 };
 
 /* One matrix [rows, cols] (outputs, inputs), or `count` of them (the experts of a layer).
@@ -51,7 +51,7 @@ enum weight_kind {
  * bits in {2, 3, 4, 5, 6, 8}, group in {32, 64, 128}, cols a multiple of group. Scales can be
  * negative. Source: the MLX checkpoints' layout, `docs/model.md`.
  *
- * Matrix e begins e * expert_stride rows after the first: `rows` as a rule; 2 * rows where a Hugging
+ * Matrix e begins e * expert_stride rows after the first: `rows` as a rule; 2 * rows where a HF
  * Face file holds gate and up fused as halves of one [count, 2 * rows, cols] tensor. */
 struct weight {
     enum weight_kind kind;
@@ -259,7 +259,7 @@ struct device_calls {
     /* Both wait until the stream reaches them and the bytes are there. */
     void (*write)(struct device *, struct span to, const void *from, uint64_t bytes);
     void (*read)(struct device *, void *to, struct span from, uint64_t bytes);
-    /* Waits for everything encoded so far; false with the stream's first error, which is cleared. */
+    /* Waits for all that was encoded; false with the stream's first error, which is cleared. */
     bool (*sync)(struct device *, struct err *);
     void (*close)(struct device *);
 };

@@ -22,7 +22,8 @@ struct err {
     char text[1024];
 };
 
-/* Stores kind and text, and returns false, so that callers can `return err_set(...)`. A null err is allowed. */
+/* Stores kind and text, and returns false, so that callers can `return err_set(...)`. A null err
+ * is allowed. */
 bool err_set(struct err *err, enum err_kind kind, const char *fmt, ...)
     __attribute__((format(printf, 3, 4)));
 

@@ -28,7 +28,7 @@ int cmd_tokenize(int argc, char **argv);
 /* Prints "calla NAME: error text" to stderr and returns the exit code for it. */
 int cmd_fail(const char *name, const struct err *err);
 
-/* Prints "calla NAME: text" and "Try 'calla NAME --help'." to stderr; returns the usage exit code. */
+/* Prints "calla NAME: text" and a hint at --help to stderr; returns the usage exit code. */
 int cmd_usage(const char *name, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 
 /* Options are parsed with getopt_long; these turn an option's text into a value within bounds, or

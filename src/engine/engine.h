@@ -55,7 +55,7 @@ struct engine_request {
     bool logprobs;
     uint32_t top_logprobs;
     bool show_special; /* special tokens appear in the text (run --raw) */
-    /* Called for each token (text may lag behind by what is held back), and once more with id -1 for
+    /* Called for each token (text may lag by what is held back), and once more with id -1 for
      * the held rest. Returning false cancels. */
     bool (*on_token)(void *user, const struct engine_token *token);
     void (*on_prefill)(void *user, uint32_t done, uint32_t total); /* or null */

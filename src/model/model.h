@@ -58,8 +58,8 @@ struct model_options {
 
 /* Checks the whole checkpoint (config, headers, names, shapes, dtypes, offsets) before anything
  * large is allocated, then makes every weight usable on the device. Every tensor of the files is
- * consumed or begins with a skipped prefix (vision_tower., model.visual., mtp.), else the load fails
- * and names it. `device` null: checks and sizes only (calla info). */
+ * consumed or begins with a skipped prefix (vision_tower., model.visual., mtp.), else the load
+ * fails and names it. `device` null: checks and sizes only (calla info). */
 bool model_open(const char *folder, struct device *device, const struct model_options *options,
                 struct model *model, struct err *err);
 void model_close(struct model *model);

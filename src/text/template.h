@@ -30,8 +30,8 @@ struct template_prompt {
 /* messages: OpenAI chat messages; tools: array or null. Fails with ERR_USAGE in the template's own
  * words where the official one raises. The leniency: system and developer messages after the first
  * are accepted; leading ones are merged (contents trimmed, joined by a blank line, empty ones
- * dropped), later ones are rendered in place as system turns. Tool-call arguments may be a mapping or a
- * JSON text of one. */
+ * dropped), later ones are rendered in place as system turns. Tool-call arguments may be a mapping
+ * or a JSON text of one. */
 bool template_render(const json_t *messages, const json_t *tools,
                      const struct template_options *options, struct template_prompt *out,
                      struct err *err);

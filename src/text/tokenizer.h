@@ -32,7 +32,7 @@ void tokenizer_close(struct tokenizer *tokenizer);
 uint32_t tokenizer_vocab(const struct tokenizer *tokenizer);
 
 /* Appends the ids of text[0..n). Added tokens ("<|im_end|>", "<think>") are recognised only where
- * they touch none of the `plain` ranges (ascending, not overlapping); inside these they are ordinary
+ * they touch none of the `plain` ranges (ascending, not overlapping); inside these they are plain
  * text: that is how what users type never becomes a control token. Text that is not UTF-8 has
  * each bad sequence replaced by U+FFFD. Time is near linear in n for every input. Thread-safe. */
 bool tokenizer_encode(const struct tokenizer *tokenizer, const char *text, size_t n,
