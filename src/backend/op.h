@@ -39,8 +39,8 @@ static inline struct span span_at(struct span s, uint64_t bytes)
 
 enum weight_kind {
     WEIGHT_NONE = 0,
-    WEIGHT_F32,  /* f32 [count, rows, cols] */
-    WEIGHT_BF16, /* bf16 [count, rows, cols] */
+    WEIGHT_F32,    /* f32 [count, rows, cols] */
+    WEIGHT_BF16,   /* bf16 [count, rows, cols] */
     WEIGHT_AFFINE, /* MLX: w[r][k] = scales[r][k/group] * code[r][k] + biases[r][k/group] */
 };
 
@@ -51,8 +51,8 @@ enum weight_kind {
  * bits in {2, 3, 4, 5, 6, 8}, group in {32, 64, 128}, cols a multiple of group. Scales can be
  * negative. Source: the MLX checkpoints' layout, `docs/model.md`.
  *
- * Matrix e begins e * expert_stride rows after the first: `rows` as a rule; 2 * rows where a HF
- * Face file holds gate and up fused as halves of one [count, 2 * rows, cols] tensor. */
+ * Matrix e begins e * expert_stride rows after the first: `rows` as a rule; 2 * rows where a
+ * Hugging Face file holds gate and up fused as halves of one [count, 2 * rows, cols] tensor. */
 struct weight {
     enum weight_kind kind;
     uint32_t count, rows, cols;
