@@ -43,8 +43,8 @@ static void cpu_weight_read_codes(const uint32_t *words, uint32_t bits, float co
 
 void cpu_weight_read_row(const struct weight *w, uint32_t item, uint32_t row, float *out)
 {
-    assert(item < w->count && row < w->rows);
-    size_t index = (size_t)item * w->rows + row;
+    assert(item < w->count && row < w->rows && w->expert_stride >= w->rows);
+    size_t index = (size_t)item * w->expert_stride + row;
     const char *data = (const char *)cpu_at(w->data) + index * cpu_weight_row_bytes(w);
     if (w->kind == WEIGHT_F32) {
         memcpy(out, data, (size_t)w->cols * 4);

@@ -11,11 +11,10 @@
 static inline double ref_dot(const float *a, const float *b, size_t n)
 {
     double part[8] = {0};
-    size_t k = 0;
-    for (; n - k >= 8; k += 8)
+    for (size_t k = 0; k < n / 8 * 8; k += 8)
         for (size_t i = 0; i < 8; i++)
             part[i] += (double)a[k + i] * b[k + i];
-    for (; k < n; k++)
+    for (size_t k = n / 8 * 8; k < n; k++)
         part[k % 8] += (double)a[k] * b[k];
     return ((part[0] + part[4]) + (part[2] + part[6])) +
            ((part[1] + part[5]) + (part[3] + part[7]));
