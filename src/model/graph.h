@@ -31,6 +31,10 @@ void graph_close(struct graph *graph);
  * device error the slots concerned must be reset by the caller. */
 bool graph_forward(struct graph *graph, const struct batch *batch, struct err *err);
 
+/* Puts the logits of other rows of the last batch (ascending, at most limits.logit_rows) in place
+ * of those that graph_forward left: for callers that want more rows than fit at a time. */
+bool graph_project(struct graph *graph, const uint32_t *row, uint32_t rows, struct err *err);
+
 /* After graph_forward: logits of the wanted rows, f32 [logit_rows, vocab], on the device. */
 struct span graph_logits(const struct graph *graph);
 

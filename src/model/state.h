@@ -29,9 +29,10 @@ struct state {
     uint32_t *free_pages;   /* stack [pages] */
     uint64_t free_count;
     uint32_t *page_refs; /* [pages]: owners of a page (sequences, and later the prefix cache) */
+    uint32_t *ordinal;   /* [layers]: how many layers of the same kind come before this one */
 };
 
-/* Bytes that the pools would take; for "does it fit". */
+/* Bytes that the pools would take, UINT64_MAX when they pass 2^64; for "does it fit". */
 uint64_t state_bytes(const struct config *config, const struct state_limits *limits);
 
 bool state_open(const struct model *model, const struct state_limits *limits, struct state *state,
@@ -46,6 +47,8 @@ void state_release(struct state *state, uint32_t slot);
 void state_reset(struct state *state, uint32_t slot);
 /* Takes the pages for `rows` more positions; fails, changing nothing, when the pool or ctx ends. */
 bool state_reserve(struct state *state, uint32_t slot, uint32_t rows, struct err *err);
+/* Gives back the pages beyond the slot's position: undoes a state_reserve that was not used. */
+void state_trim(struct state *state, uint32_t slot);
 
 /* Where a layer's memory lies; `layer` is the model's layer number. */
 struct span state_k_pages(const struct state *state, uint32_t layer);
