@@ -11,6 +11,9 @@
 
 struct tokenizer;
 
+/* The longest text that is encoded in one go; the working memory is up to 64 bytes a byte. */
+enum { TOKENIZER_MAX_BYTES = 1 << 25 };
+
 struct token_list {
     int32_t *ids; /* [len] */
     size_t len, cap;
@@ -34,7 +37,8 @@ uint32_t tokenizer_vocab(const struct tokenizer *tokenizer);
 /* Appends the ids of text[0..n). Added tokens ("<|im_end|>", "<think>") are recognised only where
  * they touch none of the `plain` ranges (ascending, not overlapping); inside these they are plain
  * text: that is how what users type never becomes a control token. Text that is not UTF-8 has
- * each bad sequence replaced by U+FFFD. Time is near linear in n for every input. Thread-safe. */
+ * each bad sequence replaced by U+FFFD. Time is near linear in n for every input. Fails only for
+ * n > TOKENIZER_MAX_BYTES, with ERR_INPUT. Thread-safe. */
 bool tokenizer_encode(const struct tokenizer *tokenizer, const char *text, size_t n,
                       const struct text_range *plain, size_t plain_count, struct token_list *out,
                       struct err *err);
