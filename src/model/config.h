@@ -18,6 +18,7 @@ enum {
 
 struct config_quant { /* bits 0: the module is not quantised */
     uint32_t bits, group;
+    bool named; /* the file names this module; otherwise the default speaks */
 };
 
 struct config {
@@ -41,7 +42,13 @@ struct config {
 
 /* Reads and checks folder/config.json. */
 bool config_open(const char *folder, struct config *config, struct err *err);
+/* The same for the file at `path`. */
+bool config_open_file(const char *path, struct config *config, struct err *err);
 void config_close(struct config *config);
+
+/* The part of a tensor's or module's name below the language model, which checkpoints spell
+ * `language_model.model.`, `model.language_model.`, `model.` or (lm_head) `language_model.`. */
+const char *config_cut_prefix(const char *name);
 
 /* Quantisation of a module by its path below `model.` in either spelling
  * ("layers.0.mlp.gate", "embed_tokens", "lm_head"). */

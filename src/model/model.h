@@ -46,7 +46,7 @@ struct model {
     struct span final_norm;     /* f32 [hidden] */
     struct model_layer *layers; /* [config.layers] */
     struct model_bytes bytes;
-    struct model_files *files; /* the mapped shards; private to model/weights.c */
+    struct model_files *files; /* the mapped shards; private to model/weights.h */
 };
 
 struct model_options {
