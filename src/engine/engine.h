@@ -8,11 +8,11 @@
 #include "text/tokenizer.h"
 
 struct engine_options {
-    const char *model;   /* folder; null: the demo model beside the binary */
+    const char *model;   /* folder */
     const char *backend; /* null: the best one */
     int threads;         /* 0: one a core */
     uint32_t ctx;        /* positions; 0: the model's own, at most what fits */
-    uint32_t chunk;      /* prefill rows a step; 0: the backend's choice */
+    uint32_t chunk;      /* prefill rows a step; 0: 512 */
     bool lock, huge_pages;
     enum { ENGINE_KV_AUTO, ENGINE_KV_F32, ENGINE_KV_BF16 } kv;
     void (*progress)(void *user, uint64_t done, uint64_t total);
@@ -21,6 +21,9 @@ struct engine_options {
 
 struct engine; /* model, device, state, graph, tokenizer; one thread uses it at a time */
 
+/* Opens all of it, or fails and leaves nothing. What does not fit is refused before the weights are
+ * read: ERR_RESOURCE, with the sizes and the largest context that fits. A tokenizer may be missing
+ * (fixtures have none), a damaged one is an error. */
 bool engine_open(const struct engine_options *options, struct engine **out, struct err *err);
 void engine_close(struct engine *engine);
 
@@ -29,6 +32,7 @@ const struct tokenizer *
 engine_tokenizer(const struct engine *engine); /* null: the folder has none */
 const char *engine_backend(const struct engine *engine);
 uint32_t engine_ctx(const struct engine *engine);
+uint32_t engine_chunk(const struct engine *engine);
 
 /* Sampling defaults of generation_config.json (greedy when it says so or is absent). */
 struct sampler_options engine_sampling(const struct engine *engine);
@@ -58,7 +62,8 @@ struct engine_request {
     /* Called for each token (text may lag by what is held back), and once more with id -1 for
      * the held rest. Returning false cancels. */
     bool (*on_token)(void *user, const struct engine_token *token);
-    void (*on_prefill)(void *user, uint32_t done, uint32_t total); /* or null */
+    /* Called after each chunk of the prompt, or null. Returning false cancels. */
+    bool (*on_prefill)(void *user, uint32_t done, uint32_t total);
     void *user;
 };
 
@@ -70,13 +75,16 @@ struct engine_result {
     double prefill_s, decode_s, first_token_s;
 };
 
-/* Runs one request to its end. The context of the engine's last request is reused as far as the new
- * prompt extends it. A failed request leaves the engine usable. */
+/* Runs one request to its end. What the engine's last request left is reused when the new prompt
+ * begins with exactly that and goes on; otherwise the prompt is read from its beginning. (A prompt
+ * equal to what is held has no token left to feed, and a recurrent state cannot step back.) After a
+ * failure the result holds nothing and the engine is usable. */
 bool engine_generate(struct engine *engine, const struct engine_request *request,
                      struct engine_result *result, struct err *err);
 
-/* Log-probabilities of every position of ids (for eval): calls `on_row` with row i, f32 [vocab]
- * logits that follow ids[0..i]. `chunk` 0: the engine's own. */
+/* Logits of every position of ids (for eval): calls `on_row` with row i, f32 [vocab] logits that
+ * follow ids[0..i]; false from it ends the call early, without an error. `chunk` rows a step, at
+ * most the engine's own; 0: the engine's own. */
 bool engine_score(struct engine *engine, const int32_t *ids, size_t n, uint32_t chunk,
                   bool (*on_row)(void *user, size_t i, const float *logits), void *user,
                   struct err *err);

@@ -1,0 +1,303 @@
+/* Opens what a model needs to speak, in an order that refuses early: sizes first, weights last.
+ *
+ * Invariant: engine->held lists exactly the tokens whose positions the slot holds; whatever breaks
+ * off half way (a device error, a number that is not one) empties both. */
+#include "engine/core.h"
+
+#include "backend/device.h"
+#include "base/file.h"
+#include "base/log.h"
+#include "base/mem.h"
+
+#include <assert.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { ENGINE_CHUNK = 512, ENGINE_LOGIT_BYTES = 16 << 20 };
+
+/* What a context would take, and what there is. */
+struct engine_plan {
+    const struct config *config;
+    struct state_limits state;
+    uint64_t weights, graph, available; /* bytes */
+};
+
+static double engine_gib(uint64_t bytes)
+{
+    return (double)bytes / (1 << 30);
+}
+
+static uint64_t engine_state_bytes(const struct engine_plan *plan, uint32_t ctx)
+{
+    struct state_limits limits = plan->state;
+    limits.ctx = ctx;
+    return state_bytes(plan->config, &limits);
+}
+
+static bool engine_fits(const struct engine_plan *plan, uint32_t ctx, uint64_t available)
+{
+    uint64_t fixed = plan->weights + plan->graph;
+    return fixed <= available && engine_state_bytes(plan, ctx) <= available - fixed;
+}
+
+/* The largest context of whole pages (or the model's own) that fits; 0 when not even one page. */
+static uint32_t engine_largest_ctx(const struct engine_plan *plan, uint64_t available)
+{
+    uint32_t lo = 0, hi = plan->config->max_ctx / KV_PAGE;
+    if (engine_fits(plan, plan->config->max_ctx, available))
+        return plan->config->max_ctx;
+    while (lo < hi) {
+        uint32_t middle = lo + (hi - lo + 1) / 2;
+        if (engine_fits(plan, middle * KV_PAGE, available))
+            lo = middle;
+        else
+            hi = middle - 1;
+    }
+    return lo * KV_PAGE;
+}
+
+/* Chooses or checks the context. */
+static bool engine_plan_ctx(const struct engine_plan *plan, uint32_t wanted, uint32_t *ctx,
+                            struct err *err)
+{
+    if (wanted > plan->config->max_ctx)
+        return err_set(err, ERR_USAGE, "a context of %u is more than the model's %u positions",
+                       wanted, plan->config->max_ctx);
+    /* Unless told, an eighth of the free memory is left to the rest of the machine. */
+    *ctx = wanted ? wanted : engine_largest_ctx(plan, plan->available - plan->available / 8);
+    if (*ctx && engine_fits(plan, *ctx, plan->available))
+        return true;
+    uint32_t asked = *ctx ? *ctx : plan->config->max_ctx;
+    uint32_t largest = engine_largest_ctx(plan, plan->available);
+    char advice[96] = "no context fits: use a machine with more memory";
+    if (largest)
+        snprintf(advice, sizeof advice, "the largest context that fits is %u: use --ctx %u",
+                 largest, largest);
+    return err_set(err, ERR_RESOURCE,
+                   "not enough memory: weights %.2f GiB + context of %u %.2f GiB + activations "
+                   "%.2f GiB, and %.2f GiB are available; %s",
+                   engine_gib(plan->weights), asked, engine_gib(engine_state_bytes(plan, asked)),
+                   engine_gib(plan->graph), engine_gib(plan->available), advice);
+}
+
+/* Free memory of the machine, and of the device where it says how much it has. */
+static uint64_t engine_available(const struct device *device)
+{
+    uint64_t host = mem_available_bytes(), own = device_head(device)->memory_bytes;
+    if (host == 0)
+        host = UINT64_MAX;
+    if (own == 0)
+        own = UINT64_MAX;
+    return host < own ? host : own;
+}
+
+static struct graph_limits engine_graph_limits(struct engine *engine, const struct config *config)
+{
+    uint64_t fit = ENGINE_LOGIT_BYTES / (4ull * config->vocab);
+    engine->logit_rows = fit < 1 ? 1 : fit > engine->chunk ? engine->chunk : (uint32_t)fit;
+    return (struct graph_limits){
+        .rows = engine->chunk, .segments = 1, .logit_rows = engine->logit_rows};
+}
+
+/* Reads the checkpoint's headers only, and decides how large everything will be. */
+static bool engine_make_plan(struct engine *engine, const struct engine_options *options,
+                             struct state_limits *limits, struct err *err)
+{
+    struct model sizes;
+    if (!model_open(options->model, NULL, NULL, &sizes, err))
+        return false;
+    struct graph_limits graph = engine_graph_limits(engine, &sizes.config);
+    struct engine_plan plan = {
+        .config = &sizes.config,
+        .state = {.slots = 1,
+                  .kv_kind = options->kv == ENGINE_KV_F32 ? KV_F32
+                             : options->kv == ENGINE_KV_BF16
+                                 ? KV_BF16
+                                 : device_head(engine->device)->kv_kind},
+        .weights = sizes.bytes.total,
+        .graph = graph_bytes(&sizes.config, &graph),
+        .available = engine_available(engine->device),
+    };
+    bool ok = engine_plan_ctx(&plan, options->ctx, &engine->ctx, err);
+    *limits = plan.state;
+    limits->ctx = engine->ctx;
+    model_close(&sizes);
+    return ok;
+}
+
+static bool engine_open_tokenizer(struct engine *engine, const char *folder, struct err *err)
+{
+    char *path = file_join(folder, "tokenizer.json");
+    bool ok = !file_exists(path) || tokenizer_open(folder, &engine->tokenizer, err);
+    free(path);
+    if (ok && engine->tokenizer) {
+        uint32_t vocab = tokenizer_vocab(engine->tokenizer);
+        if (vocab < engine->defaults.sampling.vocab)
+            engine->defaults.sampling.vocab = vocab;
+    }
+    return ok;
+}
+
+static bool engine_open_parts(struct engine *engine, const struct engine_options *options,
+                              struct err *err)
+{
+    struct device_options device = {.name = options->backend, .threads = options->threads};
+    struct model_options load = {
+        .lock = options->lock,
+        .huge_pages = options->huge_pages,
+        .progress = options->progress,
+        .progress_user = options->progress_user,
+    };
+    struct state_limits limits;
+    if (!device_open(&device, &engine->device, err) ||
+        !engine_make_plan(engine, options, &limits, err) ||
+        !(engine->has_model =
+              model_open(options->model, engine->device, &load, &engine->model, err)))
+        return false;
+    const struct config *config = &engine->model.config;
+    struct graph_limits rows = engine_graph_limits(engine, config);
+    if (!defaults_read(options->model, config, &engine->defaults, err) ||
+        !engine_open_tokenizer(engine, options->model, err) ||
+        !(engine->has_state = state_open(&engine->model, &limits, &engine->state, err)) ||
+        !state_acquire(&engine->state, &engine->slot, err) ||
+        !graph_open(&engine->model, &engine->state, &rows, &engine->graph, err))
+        return false;
+    engine->logits = mem_new(config->vocab, sizeof *engine->logits);
+    return true;
+}
+
+bool engine_open(const struct engine_options *options, struct engine **out, struct err *err)
+{
+    struct engine *engine = mem_new(1, sizeof *engine);
+    engine->chunk = options->chunk ? options->chunk : ENGINE_CHUNK;
+    if (!engine_open_parts(engine, options, err)) {
+        engine_close(engine);
+        return false;
+    }
+    log_info("%s on %s: context %u, chunks of %u", options->model, engine_backend(engine),
+             engine->ctx, engine->chunk);
+    *out = engine;
+    return true;
+}
+
+void engine_close(struct engine *engine)
+{
+    if (!engine)
+        return;
+    graph_close(engine->graph);
+    if (engine->has_state)
+        state_close(&engine->state);
+    tokenizer_close(engine->tokenizer);
+    if (engine->has_model)
+        model_close(&engine->model);
+    if (engine->device)
+        device_close(engine->device);
+    token_list_free(&engine->held);
+    free(engine->logits);
+    free(engine);
+}
+
+const struct model *engine_model(const struct engine *engine)
+{
+    return &engine->model;
+}
+
+const struct tokenizer *engine_tokenizer(const struct engine *engine)
+{
+    return engine->tokenizer;
+}
+
+const char *engine_backend(const struct engine *engine)
+{
+    return device_head(engine->device)->name;
+}
+
+uint32_t engine_ctx(const struct engine *engine)
+{
+    return engine->ctx;
+}
+
+uint32_t engine_chunk(const struct engine *engine)
+{
+    return engine->chunk;
+}
+
+struct sampler_options engine_sampling(const struct engine *engine)
+{
+    return engine->defaults.sampling;
+}
+
+void engine_forget(struct engine *engine)
+{
+    state_reset(&engine->state, engine->slot);
+    engine->held.len = 0;
+}
+
+bool engine_feed(struct engine *engine, const int32_t *tokens, uint32_t rows, bool want_logits,
+                 struct err *err)
+{
+    struct segment segment = {
+        .slot = engine->slot, .rows = rows, .pos = engine->state.slot_pos[engine->slot]};
+    uint32_t last = rows - 1;
+    struct batch batch = {
+        .rows = rows,
+        .segments = 1,
+        .logit_rows = want_logits ? 1 : 0,
+        .tokens = tokens,
+        .segment = &segment,
+        .logit_row = &last,
+    };
+    assert(segment.pos == engine->held.len);
+    if (!graph_forward(engine->graph, &batch, err)) {
+        engine_forget(engine);
+        return false;
+    }
+    for (uint32_t i = 0; i < rows; i++)
+        token_list_push(&engine->held, tokens[i]);
+    return true;
+}
+
+/* Hands on_row the logits of all `rows` rows of the batch just run, which begin at position
+ * `first`; *stopped when it wants no more. */
+static bool engine_score_rows(struct engine *engine, size_t first, uint32_t rows,
+                              bool (*on_row)(void *user, size_t i, const float *logits), void *user,
+                              bool *stopped, struct err *err)
+{
+    uint32_t *wanted = mem_new(engine->logit_rows, sizeof *wanted);
+    bool ok = true;
+    for (uint32_t row = 0; ok && !*stopped && row < rows; row += engine->logit_rows) {
+        uint32_t n = rows - row < engine->logit_rows ? rows - row : engine->logit_rows;
+        for (uint32_t i = 0; i < n; i++)
+            wanted[i] = row + i;
+        ok = graph_project(engine->graph, wanted, n, err);
+        for (uint32_t i = 0; ok && !*stopped && i < n; i++) {
+            ok = graph_read_logits(engine->graph, i, engine->logits, err);
+            *stopped = ok && !on_row(user, first + row + i, engine->logits);
+        }
+    }
+    free(wanted);
+    return ok;
+}
+
+bool engine_score(struct engine *engine, const int32_t *ids, size_t n, uint32_t chunk,
+                  bool (*on_row)(void *user, size_t i, const float *logits), void *user,
+                  struct err *err)
+{
+    uint32_t step = chunk ? chunk : engine->chunk;
+    if (step > engine->chunk)
+        return err_set(err, ERR_USAGE, "chunks of %u rows, and the engine was opened for %u", step,
+                       engine->chunk);
+    if (n > engine->ctx)
+        return err_set(err, ERR_RESOURCE, "%zu tokens are more than the context of %u", n,
+                       engine->ctx);
+    engine_forget(engine);
+    bool ok = true, stopped = false;
+    for (size_t done = 0; ok && !stopped && done < n; done += step) {
+        uint32_t rows = n - done < step ? (uint32_t)(n - done) : step;
+        ok = engine_feed(engine, ids + done, rows, false, err) &&
+             engine_score_rows(engine, done, rows, on_row, user, &stopped, err);
+    }
+    engine_forget(engine);
+    return ok;
+}
