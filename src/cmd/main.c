@@ -9,6 +9,7 @@
 #define CALLA_VERSION "0.1.0"
 
 static const struct cmd commands[] = {
+    {"render", "a chat request to the exact prompt that the model sees", cmd_render},
     {"tokenize", "turn text into token ids and back", cmd_tokenize},
     {NULL, NULL, NULL},
 };

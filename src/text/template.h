@@ -31,10 +31,18 @@ struct template_prompt {
  * words where the official one raises. The leniency: system and developer messages after the first
  * are accepted; leading ones are merged (contents trimmed, joined by a blank line, empty ones
  * dropped), later ones are rendered in place as system turns. Tool-call arguments may be a mapping
- * or a JSON text of one. */
+ * or a JSON text of one; an empty text means none. An error names the message after the template's
+ * words, in brackets. */
 bool template_render(const json_t *messages, const json_t *tools,
                      const struct template_options *options, struct template_prompt *out,
                      struct err *err);
+
+/* Overwrites the options that a request names, at its top level or in `chat_template_kwargs` (the
+ * top level wins); null leaves an option as it is. Fails with ERR_USAGE for values that are not
+ * booleans. */
+bool template_read_options(const json_t *request, struct template_options *options,
+                           struct err *err);
+
 void template_prompt_free(struct template_prompt *prompt);
 
 #endif
