@@ -57,6 +57,19 @@ bool cmd_parse_float(const char *option, const char *text, double lo, double hi,
     return true;
 }
 
+bool cmd_read_stdin(struct buf *out, struct err *err)
+{
+    char chunk[65536];
+    size_t n;
+    while ((n = fread(chunk, 1, sizeof chunk, stdin)) > 0)
+        buf_append(out, chunk, n);
+    if (ferror(stdin))
+        return err_set(err, ERR_INPUT, "cannot read standard input: %s", strerror(errno));
+    if (out->full)
+        return err_set(err, ERR_INPUT, "standard input is larger than %d bytes", BUF_MAX_DEFAULT);
+    return true;
+}
+
 /* Folder of the running binary, without a final slash; false when the system does not tell. */
 static bool cmd_binary_folder(char *out, size_t size)
 {

@@ -3,6 +3,7 @@
 #ifndef CMD_CMD_H
 #define CMD_CMD_H
 
+#include "base/buf.h"
 #include "base/err.h"
 
 #include <stdbool.h>
@@ -37,6 +38,9 @@ bool cmd_parse_uint(const char *option, const char *text, uint64_t lo, uint64_t 
                     struct err *err);
 bool cmd_parse_float(const char *option, const char *text, double lo, double hi, double *out,
                      struct err *err);
+
+/* Appends standard input to its end. */
+bool cmd_read_stdin(struct buf *out, struct err *err);
 
 /* The model folder to use when none is named: models/demo beside the binary's tree, or
  * ../share/calla/models/demo. Null when there is none. The caller frees it. */

@@ -167,19 +167,6 @@ static bool tokenize_lines(const struct tokenizer *tokenizer, FILE *in,
     return ok;
 }
 
-static bool tokenize_read_stdin(struct buf *out, struct err *err)
-{
-    char chunk[65536];
-    size_t n;
-    while ((n = fread(chunk, 1, sizeof chunk, stdin)) > 0)
-        buf_append(out, chunk, n);
-    if (ferror(stdin))
-        return err_set(err, ERR_INPUT, "cannot read standard input: %s", strerror(errno));
-    if (out->full)
-        return err_set(err, ERR_INPUT, "standard input is larger than %d bytes", BUF_MAX_DEFAULT);
-    return true;
-}
-
 static int tokenize_run(const char *folder, int argc, char **argv,
                         const struct tokenize_options *options)
 {
@@ -192,7 +179,7 @@ static int tokenize_run(const char *folder, int argc, char **argv,
     if (options->json) {
         ok = tokenize_lines(tokenizer, stdin, options, &err);
     } else {
-        ok = argc || tokenize_read_stdin(&in, &err);
+        ok = argc || cmd_read_stdin(&in, &err);
         for (int i = 0; i < argc; i++) {
             buf_append_text(&in, i ? " " : "");
             buf_append_text(&in, argv[i]);

@@ -1,0 +1,86 @@
+#include "cmd/load.h"
+
+#include "base/clock.h"
+#include "cmd/cmd.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+bool load_option(int c, const char *text, struct engine_options *options, bool *taken,
+                 struct err *err)
+{
+    uint64_t n = 0;
+    *taken = true;
+    switch (c) {
+    case 'm':
+        options->model = text;
+        return true;
+    case LOAD_BACKEND:
+        options->backend = text;
+        return true;
+    case LOAD_THREADS:
+        if (!cmd_parse_uint("--threads", text, 1, 1024, &n, err))
+            return false;
+        options->threads = (int)n;
+        return true;
+    case LOAD_CTX:
+        if (!cmd_parse_uint("--ctx", text, 1, UINT32_MAX, &n, err))
+            return false;
+        options->ctx = (uint32_t)n;
+        return true;
+    case LOAD_CHUNK:
+        if (!cmd_parse_uint("--chunk", text, 1, 16384, &n, err))
+            return false;
+        options->chunk = (uint32_t)n;
+        return true;
+    case LOAD_KV:
+        if (strcmp(text, "f32") != 0 && strcmp(text, "bf16") != 0)
+            return err_set(err, ERR_USAGE, "--kv wants f32 or bf16, not '%s'", text);
+        options->kv = text[0] == 'f' ? ENGINE_KV_F32 : ENGINE_KV_BF16;
+        return true;
+    case LOAD_LOCK:
+        options->lock = true;
+        return true;
+    case LOAD_HUGE_PAGES:
+        options->huge_pages = true;
+        return true;
+    default:
+        *taken = false;
+        return true;
+    }
+}
+
+struct load_progress {
+    uint64_t start_ns;
+    bool shown;
+};
+
+/* Only loads that one waits for are worth a line. */
+static void load_show_progress(void *user, uint64_t done, uint64_t total)
+{
+    struct load_progress *progress = user;
+    if (clock_seconds_since(progress->start_ns) < 0.5)
+        return;
+    progress->shown = true;
+    fprintf(stderr, "\rloading %.1f of %.1f GB\033[K", (double)done * 1e-9, (double)total * 1e-9);
+}
+
+bool load_engine(const struct engine_options *options, struct engine **out, struct err *err)
+{
+    struct engine_options full = *options;
+    struct load_progress progress = {.start_ns = clock_now_ns()};
+    char *found = NULL;
+    if (!full.model && !(full.model = found = cmd_default_model()))
+        return err_set(err, ERR_USAGE, "the demo model is not there; name a model with -m DIR");
+    if (isatty(STDERR_FILENO)) {
+        full.progress = load_show_progress;
+        full.progress_user = &progress;
+    }
+    bool ok = engine_open(&full, out, err);
+    if (progress.shown)
+        fputs("\r\033[K", stderr);
+    free(found);
+    return ok;
+}
