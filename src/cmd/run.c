@@ -275,7 +275,7 @@ static bool run_answer(struct run *run, struct engine *engine, double load_s, st
     run_clear_progress(run);
     if (ok && run->json)
         run_print_json(run, &prompt, &result, load_s);
-    if (ok && !run->json && isatty(STDOUT_FILENO))
+    if (ok && !run->json && (!run->raw || run->colours))
         putchar('\n');
     if (ok && fflush(stdout) != 0)
         ok = err_set(err, ERR_INPUT, "cannot write standard output: %s", strerror(errno));
