@@ -11,6 +11,7 @@
 static const struct cmd commands[] = {
     {"render", "a chat request to the exact prompt that the model sees", cmd_render},
     {"run", "answer one prompt", cmd_run},
+    {"synth", "write a synthetic checkpoint with random weights", cmd_synth},
     {"tokenize", "turn text into token ids and back", cmd_tokenize},
     {NULL, NULL, NULL},
 };

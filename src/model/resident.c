@@ -1,7 +1,7 @@
 /* The second step of loading: a planned checkpoint's bytes to the device.
  *
- * Invariant: a tensor's bytes stay in the mapped file unless they must move (huge pages asked for, or
- * a file that does not align them), and then exactly one copy exists. */
+ * Invariant: a tensor's bytes stay in the mapped file unless they must move (huge pages asked for,
+ * or a file that does not align them), and then exactly one copy exists. */
 #include "model/weights.h"
 
 #include "base/bf16.h"

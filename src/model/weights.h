@@ -30,8 +30,8 @@ struct model_files {
     uint64_t copy_bytes, copy_used;
 };
 
-/* Brings what the plan lists to model->device: vectors as f32, matrices in place or, where they must
- * move, copied. */
+/* Brings what the plan lists to model->device: vectors as f32, matrices in place or, where they
+ * must move, copied. */
 bool resident_load(struct model *model, const struct model_options *options, struct err *err);
 void resident_free(struct model *model);
 
