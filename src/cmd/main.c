@@ -9,6 +9,7 @@
 #define CALLA_VERSION "0.1.0"
 
 static const struct cmd commands[] = {
+    {"info", "what a checkpoint is, what it takes, whether it fits here", cmd_info},
     {"render", "a chat request to the exact prompt that the model sees", cmd_render},
     {"run", "answer one prompt", cmd_run},
     {"synth", "write a synthetic checkpoint with random weights", cmd_synth},

@@ -25,7 +25,7 @@ enum synth_fill {
     SYNTH_SCALES,  /* bf16: of either sign */
     SYNTH_BIASES,  /* bf16: minus the scale times the middle code, give or take half a code */
     SYNTH_NORMAL,  /* bf16: mean + spread * normal */
-    SYNTH_A_LOG,   /* f32: log of uniform 0.5 .. 8 */
+    SYNTH_A_LOG,   /* bf16: log of uniform 0.5 .. 8 */
     SYNTH_DT_BIAS, /* bf16: softplus of it is log-uniform 0.001 .. 0.1 */
 };
 
@@ -87,7 +87,7 @@ static void synth_add(struct synth *s, const char *module, const char *suffix,
 static void synth_add_vector(struct synth *s, const char *name, uint64_t n, enum synth_fill fill,
                              float mean, float spread)
 {
-    synth_add(s, name, "", fill == SYNTH_A_LOG ? SAFETENSORS_F32 : SAFETENSORS_BF16, &n, 1,
+    synth_add(s, name, "", SAFETENSORS_BF16, &n, 1,
               (struct synth_tensor){.fill = fill, .mean = mean, .spread = spread});
 }
 
@@ -239,25 +239,21 @@ static float synth_value(struct rand *r, const struct synth_tensor *t)
 }
 
 /* Chunks start at multiples of SYNTH_CHUNK, so values never straddle two. */
-static void synth_fill_chunk(const struct synth_tensor *t, enum safetensors_dtype dtype,
-                             uint64_t at, uint8_t *out, uint64_t bytes)
+static void synth_fill_chunk(const struct synth_tensor *t, uint64_t at, uint8_t *out,
+                             uint64_t bytes)
 {
     struct rand r = {.state = t->seed ^ (at / SYNTH_CHUNK + 1) * 0xd1342543de82ef95u};
     r.state = rand_u64(&r);
     if (t->fill == SYNTH_CODES) {
-        for (uint64_t i = 0; i + 8 <= bytes; i += 8) {
+        for (uint64_t i = 0; i < bytes; i += 8) {
             uint64_t u = rand_u64(&r);
-            memcpy(out + i, &u, 8);
+            memcpy(out + i, &u, bytes - i < 8 ? bytes - i : 8);
         }
-        uint64_t u = rand_u64(&r);
-        memcpy(out + bytes / 8 * 8, &u, bytes % 8);
         return;
     }
-    uint32_t size = safetensors_dtype_bytes(dtype);
-    for (uint64_t i = 0; i < bytes; i += size) {
-        float f = synth_value(&r, t);
-        uint16_t h = bf16_from_f32(f);
-        memcpy(out + i, dtype == SAFETENSORS_F32 ? (void *)&f : (void *)&h, size);
+    for (uint64_t i = 0; i < bytes; i += 2) {
+        uint16_t h = bf16_from_f32(synth_value(&r, t));
+        memcpy(out + i, &h, 2);
     }
 }
 
@@ -267,7 +263,7 @@ static bool synth_work_chunk(struct synth *s, uint64_t chunk, uint8_t *buffer)
     const struct writer_tensor *t = &s->writer.tensors[c->tensor];
     uint64_t bytes = t->bytes - c->at < SYNTH_CHUNK ? t->bytes - c->at : SYNTH_CHUNK;
     struct err err;
-    synth_fill_chunk(&s->fills[c->tensor], t->dtype, c->at, buffer, bytes);
+    synth_fill_chunk(&s->fills[c->tensor], c->at, buffer, bytes);
     if (!writer_write(&s->writer, c->tensor, c->at, buffer, bytes, &err)) {
         pthread_mutex_lock(&s->lock);
         s->err = err;
