@@ -26,9 +26,9 @@ void pyjson_append_escaped(struct buf *out, const char *text, size_t n)
     buf_append(out, text + start, n - start);
 }
 
-/* The fewest decimal digits that read back as v > 0: v = digits * 10^(exponent - count + 1). Just
- * above a power of two the doubles are twice as far apart as below it, so there the nearest decimal of
- * a length can miss although the next larger one reads back: both are tried. */
+/* The fewest decimal digits that read back as v > 0: v = digits * 10^(exponent - count + 1).
+ * Just above a power of two the doubles are twice as far apart as below it, so there the nearest
+ * decimal of a length can miss although the next larger one reads back: both are tried. */
 static uint64_t pyjson_shortest(double v, int *count, int *exponent)
 {
     for (int n = 1;; n++) {

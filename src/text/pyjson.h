@@ -1,6 +1,6 @@
-/* JSON as Python's json.dumps(value, ensure_ascii=False) writes it, which is what the model saw in
- * training: ", " and ": " between items, keys in insertion order, non-ASCII text as it is, floats in
- * the shortest spelling that reads back to the same double. */
+/* JSON as Python's json.dumps(value, ensure_ascii=False) writes it, which is what the model saw
+ * in training: ", " and ": " between items, keys in insertion order, non-ASCII text as it is,
+ * floats in the shortest spelling that reads back to the same double. */
 #ifndef TEXT_PYJSON_H
 #define TEXT_PYJSON_H
 

@@ -2,7 +2,8 @@
  * statement, so that the same request fails at the same place with the same words.
  *
  * Invariant: every byte of the prompt is either written here (control text) or lies in a `plain`
- * range (it came from the request); contents keep that split through joining, trimming and cutting. */
+ * range (it came from the request); contents keep that split through joining, trimming and
+ * cutting. */
 #include "text/template.h"
 
 #include "base/mem.h"
