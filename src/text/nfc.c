@@ -1,11 +1,14 @@
-/* Form C with the tables of utf8proc.
+/* Form C, a run at a time.
  *
- * utf8proc's own ordering of combining marks takes quadratic time on long runs of marks, so the
- * marks are ordered here; decomposition and composition, both linear, are utf8proc's. */
+ * A code point without UNICODE_NFC never changes, and nothing moves or composes across it; so the
+ * text falls into runs that are normalised one by one, and most are copied. Decomposition and
+ * composition are utf8proc's. Its ordering of combining marks takes quadratic time on long runs of
+ * marks, so they are ordered here. */
 #include "text/nfc.h"
 
 #include "base/mem.h"
 #include "base/utf8.h"
+#include "text/unicode.h"
 
 #include <assert.h>
 #include <stdint.h>
@@ -13,9 +16,21 @@
 #include <string.h>
 #include <utf8proc.h>
 
+enum {
+    NFC_LONGEST = 4,       /* code points that one decomposes to, canonically */
+    NFC_FIRST_MARK = 0x300 /* no code point below changes unless one from here on follows */
+};
+
+/* Working memory of one call. */
+struct nfc {
+    int32_t *cps;     /* [cap] */
+    int32_t *scratch; /* [cap] */
+    size_t cap;
+};
+
 bool nfc_is_plain(const char *p, size_t n)
 {
-    /* No character below U+0300 changes or is moved. U+0300 is the first lead byte 0xcc. */
+    /* U+0300 is the first character that begins with the byte 0xcc. */
     for (size_t i = 0; i < n; i++)
         if ((unsigned char)p[i] >= 0xcc)
             return false;
@@ -24,7 +39,7 @@ bool nfc_is_plain(const char *p, size_t n)
 
 static int nfc_class(int32_t cp)
 {
-    return cp < 0x300 ? 0 : utf8proc_get_property(cp)->combining_class;
+    return cp < NFC_FIRST_MARK ? 0 : utf8proc_get_property(cp)->combining_class;
 }
 
 /* Puts cps[0..n), all of combining classes above 0, in ascending class; equal ones keep their
@@ -46,38 +61,61 @@ static void nfc_order(int32_t *cps, size_t n, int32_t *scratch)
     memcpy(cps, scratch, n * sizeof *cps);
 }
 
-void nfc_append(struct buf *out, const char *p, size_t n)
+/* Appends a run of code points that all have UNICODE_NFC. */
+static void nfc_append_run(struct nfc *nfc, struct buf *out, const char *p, size_t n)
 {
-    enum { LONGEST = 4 }; /* code points that one decomposes to, canonically */
-    size_t chars = 0;
-    for (size_t i = 0; i < n; i++)
-        chars += ((unsigned char)p[i] & 0xc0) != 0x80;
-    int32_t *cps = mem_new(chars * LONGEST, sizeof *cps);
+    if (n * NFC_LONGEST > nfc->cap) {
+        nfc->cap = n * NFC_LONGEST * 2;
+        nfc->cps = mem_grow(nfc->cps, nfc->cap, sizeof *nfc->cps);
+        nfc->scratch = mem_grow(nfc->scratch, nfc->cap, sizeof *nfc->scratch);
+    }
+    int32_t *cps = nfc->cps;
     size_t count = 0;
     for (size_t i = 0; i < n;) {
         uint32_t cp;
+        int unused = 0;
         i += utf8_decode(p + i, n - i, &cp);
-        int last_class = 0;
-        utf8proc_ssize_t k =
-            utf8proc_decompose_char((utf8proc_int32_t)cp, cps + count, LONGEST,
-                                    UTF8PROC_STABLE | UTF8PROC_DECOMPOSE, &last_class);
-        assert(k >= 1 && k <= LONGEST);
+        utf8proc_ssize_t k = utf8proc_decompose_char((utf8proc_int32_t)cp, cps + count, NFC_LONGEST,
+                                                     UTF8PROC_STABLE | UTF8PROC_DECOMPOSE, &unused);
+        assert(k >= 1 && k <= NFC_LONGEST);
         count += (size_t)k;
     }
-    int32_t *scratch = mem_new(count, sizeof *scratch);
-    for (size_t i = 0; i < count;) {
-        size_t end = i;
-        while (end < count && nfc_class(cps[end]))
-            end++;
-        nfc_order(cps + i, end - i, scratch);
-        i = end + 1;
+    for (size_t i = 0, end; i < count; i = end + 1) {
+        for (end = i; end < count && nfc_class(cps[end]); end++)
+            ;
+        nfc_order(cps + i, end - i, nfc->scratch);
     }
-    free(scratch);
     utf8proc_ssize_t composed =
         utf8proc_normalize_utf32(cps, (utf8proc_ssize_t)count, UTF8PROC_STABLE | UTF8PROC_COMPOSE);
     for (utf8proc_ssize_t i = 0; i < composed; i++) {
         char bytes[4];
         buf_append(out, bytes, utf8_encode((uint32_t)cps[i], bytes));
     }
-    free(cps);
+}
+
+void nfc_append(struct buf *out, const char *p, size_t n)
+{
+    struct nfc nfc = {0};
+    size_t from = 0, at = 0; /* p[from..at) is a run: all with UNICODE_NFC, or none */
+    bool run_takes_part = false, run_may_change = false;
+    for (;;) {
+        uint32_t cp = 0;
+        size_t len = at < n ? utf8_decode(p + at, n - at, &cp) : 0;
+        bool takes_part = len && (unicode_flags(cp) & UNICODE_NFC);
+        if (!len || takes_part != run_takes_part) {
+            if (run_may_change)
+                nfc_append_run(&nfc, out, p + from, at - from);
+            else
+                buf_append(out, p + from, at - from);
+            from = at;
+            run_takes_part = takes_part;
+            run_may_change = false;
+        }
+        if (!len)
+            break;
+        run_may_change |= takes_part && cp >= NFC_FIRST_MARK;
+        at += len;
+    }
+    free(nfc.cps);
+    free(nfc.scratch);
 }

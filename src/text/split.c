@@ -7,28 +7,18 @@
 #include "text/split.h"
 
 #include "base/utf8.h"
+#include "text/unicode.h"
 
-#include <stdbool.h>
 #include <stdint.h>
-#include <utf8proc.h>
 
 enum split_class {
-    SPLIT_WORD,   /* \p{L} or \p{M}, told apart only where it matters */
+    SPLIT_WORD,   /* \p{L} or \p{M} */
     SPLIT_NUMBER, /* \p{N} */
     SPLIT_SPACE,  /* \s but \r and \n */
     SPLIT_LINE,   /* \r \n */
     SPLIT_OTHER,
     SPLIT_END, /* past the text */
 };
-
-/* Unicode's White_Space (PropList.txt). */
-static bool split_is_space(uint32_t cp)
-{
-    if (cp < 0x80)
-        return cp == ' ' || (cp >= 9 && cp <= 13);
-    return cp == 0x85 || cp == 0xa0 || cp == 0x1680 || (cp >= 0x2000 && cp <= 0x200a) ||
-           cp == 0x2028 || cp == 0x2029 || cp == 0x202f || cp == 0x205f || cp == 0x3000;
-}
 
 /* Class of the character at p, its length in *len (0 past the end) and its code point in *cp. */
 static enum split_class split_look(const char *p, size_t n, size_t *len, uint32_t *cp)
@@ -46,15 +36,15 @@ static enum split_class split_look(const char *p, size_t n, size_t *len, uint32_
             return SPLIT_NUMBER;
         if (c == '\r' || c == '\n')
             return SPLIT_LINE;
-        return split_is_space(c) ? SPLIT_SPACE : SPLIT_OTHER;
+        return c == ' ' || (c >= 9 && c <= 13) ? SPLIT_SPACE : SPLIT_OTHER;
     }
-    if (split_is_space(c))
-        return SPLIT_SPACE;
-    utf8proc_category_t category = utf8proc_category((utf8proc_int32_t)c);
-    if (category >= UTF8PROC_CATEGORY_LU && category <= UTF8PROC_CATEGORY_ME)
+    uint32_t flags = unicode_flags(c);
+    if (flags & UNICODE_WORD)
         return SPLIT_WORD;
-    if (category >= UTF8PROC_CATEGORY_ND && category <= UTF8PROC_CATEGORY_NO)
+    if (flags & UNICODE_NUMBER)
         return SPLIT_NUMBER;
+    if (flags & UNICODE_SPACE)
+        return SPLIT_SPACE;
     return SPLIT_OTHER;
 }
 
