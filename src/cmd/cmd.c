@@ -57,6 +57,23 @@ bool cmd_parse_float(const char *option, const char *text, double lo, double hi,
     return true;
 }
 
+bool cmd_parse_ids(const char *text, struct token_list *ids, struct err *err)
+{
+    static const char between[] = " \t\r\n,[]";
+    ids->len = 0;
+    for (text += strspn(text, between); *text; text += strspn(text, between)) {
+        char *end;
+        errno = 0;
+        long id = strtol(text, &end, 10);
+        if (end == text || errno || id < 0 || id > INT32_MAX || (*end && !strchr(between, *end)))
+            return err_set(err, ERR_INPUT, "'%.*s' is not a token id",
+                           (int)(strcspn(text, between) < 60 ? strcspn(text, between) : 60), text);
+        token_list_push(ids, (int32_t)id);
+        text = end;
+    }
+    return true;
+}
+
 bool cmd_read_stdin(struct buf *out, struct err *err)
 {
     char chunk[65536];

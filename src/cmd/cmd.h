@@ -5,6 +5,7 @@
 
 #include "base/buf.h"
 #include "base/err.h"
+#include "text/tokenizer.h"
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -38,6 +39,9 @@ bool cmd_parse_uint(const char *option, const char *text, uint64_t lo, uint64_t 
                     struct err *err);
 bool cmd_parse_float(const char *option, const char *text, double lo, double hi, double *out,
                      struct err *err);
+
+/* Token ids separated by anything that separates them in print: spaces, commas, brackets. */
+bool cmd_parse_ids(const char *text, struct token_list *ids, struct err *err);
 
 /* Appends standard input to its end. */
 bool cmd_read_stdin(struct buf *out, struct err *err);

@@ -10,6 +10,7 @@
 
 static const struct cmd commands[] = {
     {"info", "what a checkpoint is, what it takes, whether it fits here", cmd_info},
+    {"eval", "perplexity of a text; agreement with a reference", cmd_eval},
     {"render", "a chat request to the exact prompt that the model sees", cmd_render},
     {"run", "answer one prompt", cmd_run},
     {"synth", "write a synthetic checkpoint with random weights", cmd_synth},

@@ -60,24 +60,6 @@ static void tokenize_decode(const struct tokenizer *tokenizer, const struct toke
     detokenizer_finish(&d, out);
 }
 
-/* Numbers separated by anything that separates them in print: spaces, commas, brackets. */
-static bool tokenize_parse_ids(const char *text, struct token_list *ids, struct err *err)
-{
-    static const char between[] = " \t\r\n,[]";
-    ids->len = 0;
-    for (text += strspn(text, between); *text; text += strspn(text, between)) {
-        char *end;
-        errno = 0;
-        long id = strtol(text, &end, 10);
-        if (end == text || errno || id < 0 || id > INT32_MAX || (*end && !strchr(between, *end)))
-            return err_set(err, ERR_INPUT, "'%.*s' is not a token id",
-                           (int)(strcspn(text, between) < 60 ? strcspn(text, between) : 60), text);
-        token_list_push(ids, (int32_t)id);
-        text = end;
-    }
-    return true;
-}
-
 /* The plain forms: one text in, one text out. */
 static bool tokenize_whole(const struct tokenizer *tokenizer, const struct buf *in,
                            const struct tokenize_options *options, struct err *err)
@@ -86,7 +68,7 @@ static bool tokenize_whole(const struct tokenizer *tokenizer, const struct buf *
     struct buf out = {0};
     bool ok = true;
     if (options->decode) {
-        ok = tokenize_parse_ids(in->data ? in->data : "", &ids, err);
+        ok = cmd_parse_ids(in->data ? in->data : "", &ids, err);
         tokenize_decode(tokenizer, &ids, options, &out);
         if (ok && isatty(STDOUT_FILENO) && out.len && out.data[out.len - 1] != '\n')
             buf_append_char(&out, '\n');
