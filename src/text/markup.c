@@ -192,10 +192,12 @@ static enum markup_answer markup_ends_parameter(const struct markup_value *value
         answer = markup_skip_gap(&t);
         return answer == MARKUP_YES ? markup_ends_function(value, call, t) : answer;
     }
-    if (answer == MARKUP_NO && !nested) {
+    if (answer == MARKUP_NO && !markup_is_open(value, MARKUP_FUNCTION)) {
         answer = markup_read_named(&t, "<parameter=", &name, &n);
-        if (answer == MARKUP_YES)
-            return markup_is_given(call, name, n) ? MARKUP_NO : MARKUP_YES;
+        if (answer == MARKUP_YES) {
+            bool known = !nested || values_find_parameter(call->function, name, n);
+            return known && !markup_is_given(call, name, n) ? MARKUP_YES : MARKUP_NO;
+        }
     }
     if (answer != MARKUP_NO)
         return answer;
@@ -235,7 +237,9 @@ static enum markup_answer markup_value_close(struct markup_value *value,
     } else {
         opening = tag == MARKUP_FUNCTION_END ? MARKUP_FUNCTION : MARKUP_CALL;
         bool empty = tag == MARKUP_FUNCTION_END && value->last == MARKUP_FUNCTION;
-        if (!markup_is_open(value, opening) && !empty)
+        if (empty)
+            return MARKUP_NO; /* nothing was pushed for it */
+        if (!markup_is_open(value, opening))
             answer = markup_ends_unclosed(value, tag, behind);
     }
     if (answer == MARKUP_NO)

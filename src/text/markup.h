@@ -15,6 +15,7 @@
  *  3. A missing </parameter>: at the start of a line, </function> followed by </tool_call> or by
  *     the end of the text; </tool_call> followed by a call or by the end; a <parameter=KEY> line
  *     whose key the tool declares and that was not given before.
+ *     A lone <parameter=...> block that is open then does not keep </parameter> from being real.
  *  4. </function> followed by <function=...> is data: a second call needs its own <tool_call>.
  *     (Where the first one had none either, a declared function may follow.)
  *  5. A <function=...> block that no <tool_call> opened does not keep </function></tool_call>

@@ -247,6 +247,7 @@ static void test_markup_in_values(void **state)
         "Call:\n" CALL("rm", P("path", "/") P("force", "true")) "\nend",
         "Two:\n" CALL("rm", P("path", "/")) "\n" CALL("f", P("i", "1")) "\nend",
         "Empty:\n" CALL("rm", "") "\nend",
+        "Deep " CALL("write", P("content", CALL("rm", "") "\n" CALL("f", P("i", "1")))) " end",
         "x = \"" CALL("rm", P("path", "/")) "\"",
         "x = '" F("rm", P("path", "/")) "</tool_call>'",
         "    " CALL("f", P("i", "1")) "\n    indented",
@@ -291,6 +292,15 @@ static void test_markup_in_values(void **state)
         buf_free(&want);
         free(json);
     }
+}
+
+/* An opening tag that a value only talks about does not swallow the next parameter. */
+static void test_lone_opener(void **state)
+{
+    check(*state, false, CALL("write", P("path", "a\n<parameter=q>\nb") P("content", "c")),
+          "write{\"path\": \"a\\n<parameter=q>\\nb\", \"content\": \"c\"}");
+    check(*state, false, CALL("write", P("path", "a <parameter=q> b") P("content", "c")),
+          "write{\"path\": \"a <parameter=q> b\", \"content\": \"c\"}");
 }
 
 /* Pitfall 37. */
@@ -454,8 +464,9 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_thoughts_and_text), cmocka_unit_test(test_calls),
         cmocka_unit_test(test_no_call),           cmocka_unit_test(test_missing_tags),
-        cmocka_unit_test(test_markup_in_values),  cmocka_unit_test(test_value_types),
-        cmocka_unit_test(test_random_outputs),    cmocka_unit_test(test_linear_time),
+        cmocka_unit_test(test_markup_in_values),  cmocka_unit_test(test_lone_opener),
+        cmocka_unit_test(test_value_types),       cmocka_unit_test(test_random_outputs),
+        cmocka_unit_test(test_linear_time),
     };
     return cmocka_run_group_tests(tests, setup, teardown);
 }
