@@ -87,7 +87,8 @@ void ref_kv_append(struct device *device, const struct kv_append_args *args)
     }
 }
 
-/* One row and one KV head: the `group` query heads that read it. scores: double [group, pos + 1]. */
+/* One row and one KV head: the `group` query heads that read it.
+ * scores: f64 [group, pos + 1], then their sums f64 [group, DIM]. */
 static void ref_attention_group(const struct attention_args *args, uint32_t slot, size_t row,
                                 uint32_t pos, uint32_t kv_head, double *scores)
 {
