@@ -1,7 +1,7 @@
 /* One draw from a row of logits.
  *
  * The vocabulary is large (248k), so nothing here sorts it: candidates come out of a heap of the
- * size that is wanted. Invariant: `seen` lists every id with a non-zero count or prompt mark once. */
+ * size that is wanted. Invariant: `seen` lists every id that was accepted exactly once. */
 #include "engine/sampler.h"
 
 #include "base/mem.h"
@@ -136,8 +136,8 @@ static void sampler_sift(struct sampler_candidate *heap, size_t n, size_t i)
     heap[i] = moved;
 }
 
-/* The highest of x f32 [n], without NaN; n >= 1. Eight chains, so that the compiler can use vectors:
- * most of a row is passed over by comparing maxima of blocks. */
+/* The highest of x f32 [n], without NaN; n >= 1. Eight chains let the compiler use vectors: most
+ * of a row is passed over by comparing maxima of blocks. */
 static float sampler_max(const float *x, size_t n)
 {
     enum { LANES = 8 };

@@ -1,5 +1,5 @@
 /* The tables behind the tokenizer: what each id stands for, which pairs merge, and which texts are
- * added tokens. Built once from a model folder, never changed afterwards, so threads may share it. */
+ * added tokens. Built once from a model folder and never changed, so that threads may share it. */
 #ifndef TEXT_VOCAB_H
 #define TEXT_VOCAB_H
 
