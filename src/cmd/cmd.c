@@ -1,5 +1,6 @@
 #include "cmd/cmd.h"
 
+#include "base/clock.h"
 #include "base/file.h"
 
 #include <errno.h>
@@ -85,6 +86,16 @@ bool cmd_read_stdin(struct buf *out, struct err *err)
     if (out->full)
         return err_set(err, ERR_INPUT, "standard input is larger than %d bytes", BUF_MAX_DEFAULT);
     return true;
+}
+
+void cmd_show_progress(void *user, uint64_t done, uint64_t total)
+{
+    uint64_t *last_ns = user, now = clock_now_ns();
+    if (now - *last_ns < 200000000 && done != total)
+        return;
+    *last_ns = now;
+    fprintf(stderr, "\r%5.1f %%\033[K%s", 100.0 * (double)done / (double)(total ? total : 1),
+            done == total ? "\r\033[K" : "");
 }
 
 /* Folder of the running binary, without a final slash; false when the system does not tell. */

@@ -9,8 +9,9 @@
 #define CALLA_VERSION "0.1.0"
 
 static const struct cmd commands[] = {
-    {"info", "what a checkpoint is, what it takes, whether it fits here", cmd_info},
     {"eval", "perplexity of a text; agreement with a reference", cmd_eval},
+    {"info", "what a checkpoint is, what it takes, whether it fits here", cmd_info},
+    {"quantize", "turn a bf16 checkpoint into MLX affine form", cmd_quantize},
     {"render", "a chat request to the exact prompt that the model sees", cmd_render},
     {"run", "answer one prompt", cmd_run},
     {"synth", "write a synthetic checkpoint with random weights", cmd_synth},

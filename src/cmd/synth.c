@@ -150,17 +150,6 @@ static bool synth_parse_option(struct synth_request *r, int option, const char *
     }
 }
 
-static void synth_show_progress(void *user, uint64_t done, uint64_t total)
-{
-    uint64_t *last_ns = user, now = clock_now_ns();
-    if (now - *last_ns < 200000000 && done != total)
-        return;
-    *last_ns = now;
-    fprintf(stderr, "\rwriting %5.1f %%  %.2f of %.2f GB%s",
-            100.0 * (double)done / (double)(total ? total : 1), (double)done * 1e-9,
-            (double)total * 1e-9, done == total ? "\n" : "");
-}
-
 static int synth_run_request(struct synth_request *request)
 {
     struct err err;
@@ -171,7 +160,7 @@ static int synth_run_request(struct synth_request *request)
     else if (!config_open_file(request->config_path, &config, &err))
         return cmd_fail("synth", &err);
     if (isatty(STDERR_FILENO)) {
-        request->options.progress = synth_show_progress;
+        request->options.progress = cmd_show_progress;
         request->options.progress_user = &last_ns;
     }
     bool ok = synth_apply(request, &config, &err) &&

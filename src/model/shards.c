@@ -208,3 +208,18 @@ struct shards_tensor *shards_find(const struct shards *shards, const char *path)
                                    shards_compare_path)
                          : NULL;
 }
+
+bool shards_is_unconverted(const struct shards *shards)
+{
+    static const char conv[] = ".conv1d.weight", fused[] = ".experts.gate_up_proj";
+    bool has_fused = false;
+    for (uint32_t i = 0; i < shards->count; i++) {
+        const struct safetensors_tensor *t = shards->tensors[i].tensor;
+        size_t n = strlen(t->name);
+        if (n >= sizeof conv && !strcmp(t->name + n - (sizeof conv - 1), conv))
+            return t->rank == 3 && t->shape[2] != 1;
+        if (n >= sizeof fused && !strcmp(t->name + n - (sizeof fused - 1), fused))
+            has_fused = true;
+    }
+    return has_fused;
+}

@@ -29,4 +29,9 @@ void shards_close(struct shards *shards);
 /* Null when there is no such tensor. */
 struct shards_tensor *shards_find(const struct shards *shards, const char *path);
 
+/* Hugging Face files hold the zero-centred norms' gains less 1, converted ones the gains. As mlx-lm
+ * does, we go by the convolution: [channels, 1, 4] as trained, [channels, 4, 1] once converted. A
+ * model without a convolution shows it in its experts, which conversion splits and renames. */
+bool shards_is_unconverted(const struct shards *shards);
+
 #endif

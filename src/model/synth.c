@@ -7,17 +7,15 @@
 #include "base/bf16.h"
 #include "base/mem.h"
 #include "base/rand.h"
+#include "model/jobs.h"
 #include "model/writer.h"
 
 #include <math.h>
-#include <pthread.h>
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
-enum { SYNTH_CHUNK = 4 << 20, SYNTH_NAME_MAX = 128, SYNTH_THREADS_MAX = 64 };
+enum { SYNTH_CHUNK = 4 << 20, SYNTH_NAME_MAX = 128 };
 static const uint64_t SYNTH_SHARD_BYTES = 5000000000;
 
 enum synth_fill {
@@ -48,10 +46,6 @@ struct synth {
         uint64_t at;
     } * chunks;
     uint64_t chunk_count;
-    _Atomic uint64_t next_chunk, done_bytes;
-    atomic_bool failed;
-    pthread_mutex_t lock; /* of err */
-    struct err err;
 };
 
 /* ---- the list of tensors ------------------------------------------------------------------- */
@@ -257,47 +251,14 @@ static void synth_fill_chunk(const struct synth_tensor *t, uint64_t at, uint8_t 
     }
 }
 
-static bool synth_work_chunk(struct synth *s, uint64_t chunk, uint8_t *buffer)
+static bool synth_work_chunk(void *user, uint64_t chunk, void *buffer, struct err *err)
 {
+    struct synth *s = user;
     const struct synth_chunk *c = &s->chunks[chunk];
     const struct writer_tensor *t = &s->writer.tensors[c->tensor];
     uint64_t bytes = t->bytes - c->at < SYNTH_CHUNK ? t->bytes - c->at : SYNTH_CHUNK;
-    struct err err;
     synth_fill_chunk(&s->fills[c->tensor], c->at, buffer, bytes);
-    if (!writer_write(&s->writer, c->tensor, c->at, buffer, bytes, &err)) {
-        pthread_mutex_lock(&s->lock);
-        s->err = err;
-        pthread_mutex_unlock(&s->lock);
-        s->failed = true;
-        return false;
-    }
-    s->done_bytes += bytes;
-    return true;
-}
-
-static void *synth_run(void *user)
-{
-    struct synth *s = user;
-    uint8_t *buffer = mem_new(SYNTH_CHUNK, 1);
-    uint64_t chunk;
-    while (!s->failed && (chunk = s->next_chunk++) < s->chunk_count)
-        synth_work_chunk(s, chunk, buffer);
-    free(buffer);
-    return NULL;
-}
-
-/* The calling thread works too, and is the one that reports. */
-static void synth_run_reporting(struct synth *s)
-{
-    const struct synth_options *o = s->options;
-    uint8_t *buffer = mem_new(SYNTH_CHUNK, 1);
-    uint64_t chunk;
-    while (!s->failed && (chunk = s->next_chunk++) < s->chunk_count) {
-        synth_work_chunk(s, chunk, buffer);
-        if (o->progress)
-            o->progress(o->progress_user, s->done_bytes, s->writer.total_bytes);
-    }
-    free(buffer);
+    return writer_write(&s->writer, c->tensor, c->at, buffer, bytes, err);
 }
 
 static void synth_list_chunks(struct synth *s)
@@ -316,25 +277,17 @@ static void synth_list_chunks(struct synth *s)
 
 static bool synth_write_weights(struct synth *s, struct err *err)
 {
-    pthread_t threads[SYNTH_THREADS_MAX];
-    long want = s->options->threads > 0 ? s->options->threads : sysconf(_SC_NPROCESSORS_ONLN);
-    int started = 0;
-    pthread_mutex_init(&s->lock, NULL);
     synth_list_chunks(s);
-    /* Fewer threads than asked for only take longer. */
-    while (started + 1 < want && started < SYNTH_THREADS_MAX &&
-           pthread_create(&threads[started], NULL, synth_run, s) == 0)
-        started++;
-    synth_run_reporting(s);
-    for (int i = 0; i < started; i++)
-        pthread_join(threads[i], NULL);
-    pthread_mutex_destroy(&s->lock);
+    bool ok = jobs_run(&(struct jobs){.count = s->chunk_count,
+                                      .threads = s->options->threads,
+                                      .scratch_bytes = SYNTH_CHUNK,
+                                      .run = synth_work_chunk,
+                                      .user = s,
+                                      .progress = s->options->progress,
+                                      .progress_user = s->options->progress_user},
+                       err);
     free(s->chunks);
-    if (s->failed)
-        return err_set(err, s->err.kind, "%s", s->err.text);
-    if (s->options->progress)
-        s->options->progress(s->options->progress_user, s->done_bytes, s->writer.total_bytes);
-    return true;
+    return ok;
 }
 
 /* ---- public -------------------------------------------------------------------------------- */

@@ -14,7 +14,7 @@ struct synth_options {
     uint64_t seed;        /* same seed and config, same bytes, whatever the number of threads */
     uint32_t bits, group; /* of all matrices but the router and the shared gate, which get 8 bits */
     int threads;          /* 0: one a core */
-    void (*progress)(void *user, uint64_t done_bytes, uint64_t total_bytes); /* or null */
+    void (*progress)(void *user, uint64_t done, uint64_t total); /* in chunks; or null */
     void *progress_user;
 };
 

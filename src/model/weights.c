@@ -342,24 +342,6 @@ static bool weights_plan_layer(struct weights_loader *l, uint32_t layer)
            weights_plan_experts(l, layer, out);
 }
 
-/* Hugging Face files hold the zero-centred norms' gains less 1, converted ones the gains. As mlx-lm
- * does, we go by the convolution: [channels, 1, 4] as trained, [channels, 4, 1] once converted. A
- * model without a convolution shows it in its experts, which conversion splits and renames. */
-static bool weights_is_unconverted(const struct shards *shards)
-{
-    static const char conv[] = ".conv1d.weight", fused[] = ".experts.gate_up_proj";
-    bool has_fused = false;
-    for (uint32_t i = 0; i < shards->count; i++) {
-        const struct safetensors_tensor *t = shards->tensors[i].tensor;
-        size_t n = strlen(t->name);
-        if (n >= sizeof conv && !strcmp(t->name + n - (sizeof conv - 1), conv))
-            return t->rank == 3 && t->shape[2] != 1;
-        if (n >= sizeof fused && !strcmp(t->name + n - (sizeof fused - 1), fused))
-            has_fused = true;
-    }
-    return has_fused;
-}
-
 static bool weights_plan_head(struct weights_loader *l)
 {
     struct model *model = l->model;
@@ -388,7 +370,7 @@ static bool weights_plan(struct weights_loader *l)
     files->matrices = mem_new(2 + 14 * (size_t)c->layers, sizeof *files->matrices);
     files->vectors = mem_new(1 + 6 * (size_t)c->layers, sizeof *files->vectors);
     model->layers = mem_new(c->layers, sizeof *model->layers);
-    l->plus_one = weights_is_unconverted(&files->shards);
+    l->plus_one = shards_is_unconverted(&files->shards);
     if (!weights_plan_matrix(l, "embed_tokens", 1, c->vocab, c->hidden, 0, 0, &b->embedding,
                              &model->embed) ||
         !weights_plan_head(l) ||
