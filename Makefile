@@ -43,8 +43,21 @@ endif
 ifneq ($(filter aarch64 arm64,$(ARCH)),)
 LIB_SRC += $(wildcard src/backend/cpu/neon_*.c)
 endif
+# CUDA: built when nvcc is there; the program runs without a GPU or driver all the same.
+NVCC ?= $(firstword $(wildcard /usr/local/cuda/bin/nvcc) $(shell command -v nvcc 2>/dev/null))
+CUDA ?= $(if $(NVCC),$(if $(filter 1,$(SAN)),0,1),0)
+CUDA_SRC :=
+ifeq ($(CUDA),1)
+CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(NVCC))
+CUDA_SRC := $(wildcard src/backend/cuda/*.cu)
+CPPFLAGS += -DCALLA_CUDA
+LDLIBS += -L$(CUDA_HOME)/lib64 -lcudart_static -ldl -lrt
+# Code for compute capability 8.0 and 9.0, and 8.0's intermediate form for all that is newer.
+NVCCFLAGS += -std=c++17 -O3 -Isrc -Xcompiler -Wall,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics -diag-suppress 177 \
+             -gencode arch=compute_80,code=[sm_80,compute_80] -gencode arch=compute_90a,code=sm_90a
+endif
 CMD_SRC := $(wildcard src/cmd/*.c)
-LIB_OBJ := $(LIB_SRC:%.c=$(B)/%.o)
+LIB_OBJ := $(LIB_SRC:%.c=$(B)/%.o) $(CUDA_SRC:%.cu=$(B)/%.o)
 CMD_OBJ := $(CMD_SRC:%.c=$(B)/%.o)
 UNIT_SRC := $(wildcard tests/unit/test_*.c)
 UNIT_BIN := $(UNIT_SRC:tests/unit/%.c=$(B)/tests/%)
@@ -69,6 +82,10 @@ $(B)/src/backend/cpu/avx512_%.o: CFLAGS += -mavx512f -mavx512bw -mavx512vl -mavx
 $(B)/%.o: %.c
 	@mkdir -p $(@D)
 	$(CC) $(CPPFLAGS) $(CFLAGS) -MMD -MP -c -o $@ $<
+
+$(B)/%.o: %.cu
+	@mkdir -p $(@D)
+	$(NVCC) $(NVCCFLAGS) -MMD -MP -c -o $@ $<
 
 $(B)/tests/test_%: tests/unit/test_%.c $(B)/libcalla.a
 	@mkdir -p $(@D)

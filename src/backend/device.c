@@ -3,6 +3,9 @@
 #include "backend/device.h"
 
 #include "backend/cpu/cpu.h"
+#ifdef CALLA_CUDA
+#include "backend/cuda/cuda.h"
+#endif
 
 #include <stdio.h>
 #include <string.h>
@@ -14,6 +17,9 @@ static const struct device_backend {
                  struct err *err);
 } device_backends[] = {
     {cpu_level_name, cpu_open},
+#ifdef CALLA_CUDA
+    {cuda_level_name, cuda_open},
+#endif
 };
 
 enum { DEVICE_BACKENDS = sizeof device_backends / sizeof device_backends[0] };

@@ -1,0 +1,347 @@
+/* The CUDA device: memory, transfers, the stream, and weights in the form that kernels read.
+ *
+ * Invariant: everything runs on one stream, and scratch moves only between ops. */
+#include "backend/cuda/ops.cuh"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* ---- errors ------------------------------------------------------------------------------- */
+
+void cuda_fail(struct device *device, enum err_kind kind, const char *what, cudaError_t error)
+{
+    if (device->error.kind == ERR_NONE)
+        err_set(&device->error, kind, "%s: %s (%s)", device->head.name, what,
+                cudaGetErrorString(error));
+    cudaGetLastError(); /* so that later calls do not report it again */
+}
+
+static void cuda_check(struct device *device, const char *what, cudaError_t error)
+{
+    if (error != cudaSuccess)
+        cuda_fail(device, ERR_INTERNAL, what, error);
+}
+
+/* ---- memory ------------------------------------------------------------------------------- */
+
+struct cuda_block {
+    struct cuda_block *next;
+    void *data;
+};
+
+static bool cuda_take(struct device *device, uint64_t bytes, void **out, struct err *err)
+{
+    struct cuda_block *block = (struct cuda_block *)malloc(sizeof *block);
+    cudaError_t error = block ? cudaMalloc(out, bytes ? bytes : 1) : cudaErrorMemoryAllocation;
+    if (error != cudaSuccess) {
+        size_t left = 0, total = 0;
+        cudaGetLastError();
+        cudaMemGetInfo(&left, &total);
+        free(block);
+        return err_set(err, ERR_RESOURCE,
+                       "%s cannot have %.2f GiB more: %.2f of its %.2f GiB are free; use a shorter "
+                       "context, fewer sequences or a smaller model",
+                       device->head.name, bytes / 1073741824.0, left / 1073741824.0,
+                       total / 1073741824.0);
+    }
+    block->data = *out;
+    block->next = device->blocks;
+    device->blocks = block;
+    return true;
+}
+
+static bool cuda_alloc(struct device *device, uint64_t bytes, struct span *out, struct err *err)
+{
+    struct span span = {nullptr, 0};
+    if (!cuda_take(device, bytes, &span.base, err))
+        return false;
+    cuda_check(device, "memory could not be cleared",
+               cudaMemsetAsync(span.base, 0, bytes ? bytes : 1, device->stream));
+    *out = span;
+    return true;
+}
+
+static void cuda_free(struct device *device, struct span span)
+{
+    for (struct cuda_block **link = &device->blocks; *link; link = &(*link)->next)
+        if ((*link)->data == span.base) {
+            struct cuda_block *block = *link;
+            *link = block->next;
+            cudaStreamSynchronize(device->stream);
+            cudaFree(block->data);
+            free(block);
+            return;
+        }
+}
+
+void *cuda_scratch(struct device *device, enum cuda_scratch_slot slot, uint64_t bytes)
+{
+    if (device->scratch[slot].bytes >= bytes)
+        return device->scratch[slot].data;
+    cudaStreamSynchronize(device->stream);
+    cudaFree(device->scratch[slot].data);
+    device->scratch[slot].data = nullptr;
+    device->scratch[slot].bytes = 0;
+    cudaError_t error = cudaMalloc(&device->scratch[slot].data, bytes);
+    if (error != cudaSuccess) {
+        device->scratch[slot].data = nullptr;
+        cuda_fail(device, ERR_RESOURCE, "out of memory for scratch; use smaller batches", error);
+        return nullptr;
+    }
+    device->scratch[slot].bytes = bytes;
+    return device->scratch[slot].data;
+}
+
+/* ---- weights ------------------------------------------------------------------------------ */
+
+/* Joins scales and biases, and for tiled weights puts codes and pairs in tile order. One thread a
+ * 16-byte piece of the result (codes) or a pair. rows: of one matrix as stored; count of them. */
+static __global__ void weight_tile_codes(const uint2 *codes, uint2 *out, uint32_t rows,
+                                         uint32_t groups, uint32_t padded, uint64_t total)
+{
+    uint64_t i = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x; /* 8-byte chunk of the result */
+    if (i >= total)
+        return;
+    uint32_t lower = i % 2, lane = i / 2 % 32; /* lower: row + 8 */
+    uint64_t tile = i / 64, tile_row = tile / groups;
+    uint32_t group = tile % groups, tiles = padded / 16;
+    uint64_t item = tile_row / tiles;
+    uint32_t row = tile_row % tiles * 16 + lane / 4 + lower * 8;
+    uint2 v = make_uint2(0, 0);
+    if (row < rows)
+        v = codes[((item * rows + row) * groups + group) * 4 + lane % 4];
+    out[i] = v;
+}
+
+static __global__ void weight_join_pairs(const uint16_t *scales, const uint16_t *biases,
+                                         uint32_t *out, uint32_t rows, uint32_t groups,
+                                         uint32_t padded, bool tiled, uint64_t total)
+{
+    uint64_t i = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= total)
+        return;
+    uint64_t from = i;
+    bool inside = true;
+    if (tiled) {
+        uint64_t tile = i / 16, tile_row = tile / groups;
+        uint32_t row = tile_row % (padded / 16) * 16 + i % 16;
+        inside = row < rows;
+        from = (tile_row / (padded / 16) * rows + row) * groups + tile % groups;
+    }
+    out[i] = inside ? scales[from] | (uint32_t)biases[from] << 16 : 0;
+}
+
+/* Copies `count` matrices of `rows` rows, `stride` rows apart on the host, next to each other. */
+static cudaError_t cuda_upload(struct device *device, void *to, struct span from,
+                               const struct weight *w, uint64_t row_bytes)
+{
+    return cudaMemcpy2DAsync(to, w->rows * row_bytes, (char *)from.base + from.offset,
+                             w->expert_stride * row_bytes, w->rows * row_bytes, w->count,
+                             cudaMemcpyHostToDevice, device->stream);
+}
+
+static bool cuda_load_affine(struct device *device, struct weight *w, struct err *err)
+{
+    bool tiled = cuda_is_tiled(w);
+    uint32_t groups = w->cols / w->group, padded = tiled ? (w->rows + 15) / 16 * 16 : w->rows;
+    uint64_t row_bytes = (uint64_t)w->cols / 32 * w->bits * 4, rows = (uint64_t)w->count * w->rows;
+    uint64_t code_bytes = (uint64_t)w->count * padded * row_bytes;
+    uint64_t pairs = (uint64_t)w->count * padded * groups;
+    uint64_t code_space = (code_bytes + 255) / 256 * 256;
+    void *data;
+    if (!cuda_take(device, code_space + pairs * 4, &data, err))
+        return false;
+    char *raw = (char *)cuda_scratch(device, SCRATCH_UPLOAD,
+                                     (tiled ? rows * row_bytes : 0) + rows * groups * 4);
+    if (!raw)
+        return device->head.calls.sync(device, err);
+    uint16_t *scales = (uint16_t *)(raw + (tiled ? rows * row_bytes : 0));
+    uint16_t *biases = scales + rows * groups;
+    uint32_t *joined = (uint32_t *)((char *)data + code_space);
+    cuda_check(device, "a weight could not be copied",
+               cuda_upload(device, tiled ? (void *)raw : data, w->data, w, row_bytes));
+    cuda_check(device, "scales could not be copied",
+               cuda_upload(device, scales, w->scales, w, groups * 2));
+    cuda_check(device, "biases could not be copied",
+               cuda_upload(device, biases, w->biases, w, groups * 2));
+    if (tiled)
+        weight_tile_codes<<<cuda_ceil(code_bytes / 8, 256), 256, 0, device->stream>>>(
+            (const uint2 *)raw, (uint2 *)data, w->rows, groups, padded, code_bytes / 8);
+    weight_join_pairs<<<cuda_ceil(pairs, 256), 256, 0, device->stream>>>(
+        scales, biases, joined, w->rows, groups, padded, tiled, pairs);
+    cuda_check(device, "a weight could not be repacked", cudaGetLastError());
+    w->data = {data, 0};
+    w->scales = {data, code_space};
+    w->biases = {nullptr, 0};
+    w->expert_stride = padded;
+    w->repacked = tiled ? data : nullptr;
+    return device->head.calls.sync(device, err);
+}
+
+static bool cuda_load_weight(struct device *device, struct weight *w, struct err *err)
+{
+    if (w->kind == WEIGHT_AFFINE)
+        return cuda_load_affine(device, w, err);
+    uint64_t row_bytes = (uint64_t)w->cols * (w->kind == WEIGHT_F32 ? 4 : 2);
+    void *data;
+    if (!cuda_take(device, w->count * w->rows * row_bytes, &data, err))
+        return false;
+    cuda_check(device, "a weight could not be copied",
+               cuda_upload(device, data, w->data, w, row_bytes));
+    w->data = {data, 0};
+    w->expert_stride = w->rows;
+    return device->head.calls.sync(device, err);
+}
+
+/* ---- transfers ---------------------------------------------------------------------------- */
+
+/* Small writes go through pinned memory and need no wait: the stream's order is enough. */
+static void cuda_write(struct device *device, struct span to, const void *from, uint64_t bytes)
+{
+    if (!bytes)
+        return;
+    char *at = cuda_at<char>(to);
+    uint64_t space = (bytes + 15) / 16 * 16;
+    if (space > CUDA_STAGING_BYTES / 4) {
+        cuda_check(device, "a copy to the device failed",
+                   cudaMemcpyAsync(at, from, bytes, cudaMemcpyHostToDevice, device->stream));
+        cuda_check(device, "the device failed", cudaStreamSynchronize(device->stream));
+        return;
+    }
+    if (device->staged_bytes + space > CUDA_STAGING_BYTES) {
+        cuda_check(device, "the device failed", cudaStreamSynchronize(device->stream));
+        device->staged_bytes = 0;
+    }
+    memcpy(device->staging + device->staged_bytes, from, bytes);
+    cuda_check(device, "a copy to the device failed",
+               cudaMemcpyAsync(at, device->staging + device->staged_bytes, bytes,
+                               cudaMemcpyHostToDevice, device->stream));
+    device->staged_bytes += space;
+    device->last_kernel = nullptr;
+}
+
+static void cuda_read(struct device *device, void *to, struct span from, uint64_t bytes)
+{
+    if (!bytes)
+        return;
+    cuda_check(
+        device, "a copy from the device failed",
+        cudaMemcpyAsync(to, cuda_at<char>(from), bytes, cudaMemcpyDeviceToHost, device->stream));
+    cuda_check(device, "the device failed", cudaStreamSynchronize(device->stream));
+    device->staged_bytes = 0;
+}
+
+static void cuda_copy(struct device *device, struct span to, struct span from, uint64_t bytes)
+{
+    if (bytes)
+        cuda_check(device, "a copy on the device failed",
+                   cudaMemcpyAsync(cuda_at<char>(to), cuda_at<char>(from), bytes,
+                                   cudaMemcpyDeviceToDevice, device->stream));
+}
+
+static bool cuda_sync(struct device *device, struct err *err)
+{
+    cuda_check(device, "the device failed", cudaStreamSynchronize(device->stream));
+    device->staged_bytes = 0;
+    if (device->error.kind == ERR_NONE)
+        return true;
+    err_set(err, device->error.kind, "%s", device->error.text);
+    device->error.kind = ERR_NONE;
+    return false;
+}
+
+/* ---- open and close ----------------------------------------------------------------------- */
+
+static void cuda_close(struct device *device)
+{
+    cudaStreamSynchronize(device->stream);
+    while (device->blocks) {
+        struct cuda_block *block = device->blocks;
+        device->blocks = block->next;
+        cudaFree(block->data);
+        free(block);
+    }
+    for (int i = 0; i < SCRATCH_SLOTS; i++)
+        cudaFree(device->scratch[i].data);
+    cudaFreeHost(device->staging);
+    cudaStreamDestroy(device->stream);
+    free(device);
+}
+
+/* Device 0 is the one (CUDA_VISIBLE_DEVICES chooses which that is), if it is new enough. */
+static bool cuda_is_here(void)
+{
+    int count = 0, major = 0;
+    bool here =
+        cudaGetDeviceCount(&count) == cudaSuccess && count > 0 &&
+        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess &&
+        major >= 8;
+    cudaGetLastError();
+    return here;
+}
+
+extern "C" const char *cuda_level_name(int i)
+{
+    return i == 0 && cuda_is_here() ? "cuda" : nullptr;
+}
+
+static void cuda_fill(struct device *device)
+{
+    struct ops *ops = &device->head.ops;
+    ops->embed = cuda_embed;
+    ops->linear = cuda_linear;
+    ops->delta = cuda_delta;
+    ops->kv_append = cuda_kv_append;
+    ops->attention = cuda_attention;
+    ops->moe_route = cuda_moe_route;
+    ops->moe_experts = cuda_moe_experts;
+    ops->argmax = cuda_argmax;
+    ops->top = cuda_top;
+    ops->copy = cuda_copy;
+    struct device_calls *calls = &device->head.calls;
+    calls->alloc = cuda_alloc;
+    calls->free = cuda_free;
+    calls->load_weight = cuda_load_weight;
+    calls->write = cuda_write;
+    calls->read = cuda_read;
+    calls->sync = cuda_sync;
+    calls->close = cuda_close;
+}
+
+extern "C" bool cuda_open(const char *level, const struct device_options *options,
+                          struct device **out, struct err *err)
+{
+    (void)options;
+    if (!cuda_is_here())
+        return err_set(err, ERR_USAGE, "this machine has no device '%s'", level);
+    struct device *device = (struct device *)calloc(1, sizeof *device);
+    if (!device)
+        return err_set(err, ERR_RESOURCE, "out of memory: the device's record");
+    cudaDeviceProp prop;
+    cudaError_t error = cudaSetDevice(0);
+    if (error == cudaSuccess)
+        error = cudaGetDeviceProperties(&prop, 0);
+    if (error == cudaSuccess)
+        error = cudaStreamCreateWithFlags(&device->stream, cudaStreamNonBlocking);
+    if (error == cudaSuccess)
+        error = cudaMallocHost((void **)&device->staging, CUDA_STAGING_BYTES);
+    device->head.name = "cuda";
+    void *counters = nullptr;
+    if (error == cudaSuccess)
+        counters = cuda_scratch(device, SCRATCH_COUNTERS, CUDA_COUNTERS * sizeof(uint32_t));
+    if (counters)
+        error = cudaMemset(counters, 0, CUDA_COUNTERS * sizeof(uint32_t));
+    if (error != cudaSuccess || !counters) {
+        free(device);
+        return err_set(err, ERR_RESOURCE, "the GPU could not be opened: %s",
+                       cudaGetErrorString(error));
+    }
+    device->head.kv_kind = KV_BF16;
+    device->head.memory_bytes = prop.totalGlobalMem;
+    device->sms = prop.multiProcessorCount;
+    cuda_fill(device);
+    *out = device;
+    return true;
+}
