@@ -28,8 +28,6 @@ static const char render_help[] =
     "  calla render --json < request.json\n"
     "  calla render --lines < requests.jsonl > prompts.jsonl\n";
 
-enum { RENDER_MAX_BYTES = 1 << 28 };
-
 static bool render_request(const char *text, size_t n, struct template_prompt *out, struct err *err)
 {
     json_error_t why;
@@ -86,16 +84,11 @@ static int render_lines(void)
 
 static int render_one(bool as_json)
 {
-    struct buf text = {.max = RENDER_MAX_BYTES};
-    char chunk[1 << 16];
-    size_t n;
-    while ((n = fread(chunk, 1, sizeof chunk, stdin)) > 0)
-        buf_append(&text, chunk, n);
+    struct buf text = {0};
     struct template_prompt prompt;
     struct err err = {0};
-    bool ok = text.full ? err_set(&err, ERR_INPUT, "the request is larger than %d MB",
-                                  RENDER_MAX_BYTES >> 20)
-                        : render_request(text.data ? text.data : "", text.len, &prompt, &err);
+    bool ok = cmd_read_stdin(&text, &err) &&
+              render_request(text.data ? text.data : "", text.len, &prompt, &err);
     buf_free(&text);
     if (!ok)
         return cmd_fail("render", &err);
