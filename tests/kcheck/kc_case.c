@@ -232,16 +232,17 @@ void kc_weights_free(struct kc *kc)
 void kc_weight_bound(const struct weight *w, uint32_t item, uint32_t row, float *bound)
 {
     size_t index = (size_t)item * w->expert_stride + row;
-    for (uint32_t k = 0; k < w->cols; k++) {
-        size_t at = index * w->cols + k;
-        if (w->kind == WEIGHT_F32)
-            bound[k] = fabsf(((const float *)w->data.base)[at]);
-        else if (w->kind == WEIGHT_BF16)
-            bound[k] = fabsf(bf16_to_f32(((const uint16_t *)w->data.base)[at]));
-        else
-            bound[k] = fabsf(bf16_to_f32(((const uint16_t *)w->scales.base)[at / w->group])) *
-                           (float)((1u << w->bits) - 1) +
-                       fabsf(bf16_to_f32(((const uint16_t *)w->biases.base)[at / w->group]));
+    const float *f32 = (const float *)w->data.base + index * w->cols;
+    const uint16_t *bf16 = (const uint16_t *)w->data.base + index * w->cols;
+    for (uint32_t k = 0; k < w->cols && w->kind != WEIGHT_AFFINE; k++)
+        bound[k] = fabsf(w->kind == WEIGHT_F32 ? f32[k] : bf16_to_f32(bf16[k]));
+    for (uint32_t g = 0; w->kind == WEIGHT_AFFINE && g < w->cols / w->group; g++) {
+        size_t at = index * (w->cols / w->group) + g;
+        float most = (float)((1u << w->bits) - 1);
+        most *= fabsf(bf16_to_f32(((const uint16_t *)w->scales.base)[at]));
+        most += fabsf(bf16_to_f32(((const uint16_t *)w->biases.base)[at]));
+        for (uint32_t k = 0; k < w->group; k++)
+            bound[g * w->group + k] = most;
     }
 }
 
