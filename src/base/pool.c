@@ -1,0 +1,254 @@
+/* Owns the worker threads and the one job that they work on.
+ *
+ * A job is published by one 64-bit store of (tasks, 0) to `ticket`, and a task is taken by adding 1
+ * to it, which returns count and index of the same moment. That keeps late workers harmless: a
+ * ticket whose index is below its count belongs to the job that is running, because the caller
+ * replaces fn and arg only when every task of the old job has been counted in `done`. */
+#include "base/pool.h"
+
+#include "base/clock.h"
+#include "base/mem.h"
+
+#include <assert.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum {
+    /* Longer than the serial parts between two ops of a forward pass, far shorter than a person's
+     * idea of idle. */
+    POOL_SPIN_NS = 100000,
+    POOL_SPINS_A_CHECK = 64, /* pauses between two looks at the clock */
+    POOL_THREADS_MAX = 1024,
+};
+
+struct pool_worker {
+    struct pool *pool;
+    pthread_t thread;
+    int index;
+};
+
+struct pool {
+    _Alignas(64) _Atomic uint64_t ticket; /* tasks << 32 | next */
+    _Alignas(64) _Atomic uint32_t done;
+    _Alignas(64) pool_fn *fn;
+    void *arg;
+    _Atomic int sleepers;
+    atomic_bool closing;
+    pthread_mutex_t lock;
+    pthread_cond_t wake;
+    int threads, started; /* started: workers, the caller not counted */
+    struct pool_worker *workers;
+    pthread_t caller; /* the thread that ran the last job, pinned; valid when has_caller */
+    bool has_caller;
+};
+
+static inline void pool_pause(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static bool pool_has_task(struct pool *pool)
+{
+    uint64_t t = atomic_load(&pool->ticket);
+    return (uint32_t)t < t >> 32;
+}
+
+static void pool_work(struct pool *pool, int worker)
+{
+    while (pool_has_task(pool)) {
+        uint64_t t = atomic_fetch_add(&pool->ticket, 1);
+        if ((uint32_t)t >= t >> 32)
+            return;
+        pool->fn(pool->arg, (uint32_t)t, worker);
+        atomic_fetch_add_explicit(&pool->done, 1, memory_order_release);
+    }
+}
+
+static bool pool_spin(struct pool *pool)
+{
+    uint64_t start = clock_now_ns();
+    do {
+        for (int i = 0; i < POOL_SPINS_A_CHECK; i++) {
+            if (pool_has_task(pool) || atomic_load_explicit(&pool->closing, memory_order_relaxed))
+                return true;
+            pool_pause();
+        }
+    } while (clock_now_ns() - start < POOL_SPIN_NS);
+    return false;
+}
+
+static void pool_sleep(struct pool *pool)
+{
+    pthread_mutex_lock(&pool->lock);
+    atomic_fetch_add(&pool->sleepers, 1);
+    while (!pool_has_task(pool) && !atomic_load(&pool->closing))
+        pthread_cond_wait(&pool->wake, &pool->lock);
+    atomic_fetch_sub(&pool->sleepers, 1);
+    pthread_mutex_unlock(&pool->lock);
+}
+
+static void pool_wake(struct pool *pool)
+{
+    if (!atomic_load(&pool->sleepers))
+        return;
+    pthread_mutex_lock(&pool->lock);
+    pthread_cond_broadcast(&pool->wake);
+    pthread_mutex_unlock(&pool->lock);
+}
+
+static void *pool_main(void *arg)
+{
+    struct pool_worker *worker = arg;
+    struct pool *pool = worker->pool;
+    while (!atomic_load(&pool->closing)) {
+        pool_work(pool, worker->index);
+        if (!pool_spin(pool))
+            pool_sleep(pool);
+    }
+    return NULL;
+}
+
+#ifdef __linux__
+/* The processors that the process was started with. Kept, because a thread that this file has
+ * pinned would report only its own. */
+static cpu_set_t pool_set;
+static pthread_once_t pool_set_once = PTHREAD_ONCE_INIT;
+
+static void pool_read_set(void)
+{
+    if (sched_getaffinity(0, sizeof pool_set, &pool_set) != 0)
+        CPU_ZERO(&pool_set);
+}
+
+static int pool_processors(void)
+{
+    pthread_once(&pool_set_once, pool_read_set);
+    int n = CPU_COUNT(&pool_set);
+    return n > 0 ? n : 1;
+}
+
+/* Puts a thread on the i-th processor of the process; with more threads than processors, nowhere. */
+static void pool_pin(pthread_t thread, int i, int threads)
+{
+    cpu_set_t one;
+    if (threads > pool_processors())
+        return;
+    CPU_ZERO(&one);
+    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++)
+        if (CPU_ISSET(cpu, &pool_set) && i-- == 0) {
+            CPU_SET(cpu, &one);
+            pthread_setaffinity_np(thread, sizeof one, &one);
+            return;
+        }
+}
+#else
+static int pool_processors(void)
+{
+    long n = sysconf(_SC_NPROCESSORS_ONLN);
+    return n > 0 ? (int)n : 1;
+}
+
+static void pool_pin(pthread_t thread, int i, int threads)
+{
+    (void)thread;
+    (void)i;
+    (void)threads;
+}
+#endif
+
+bool pool_open(int threads, struct pool **out, struct err *err)
+{
+    if (threads < 0 || threads > POOL_THREADS_MAX)
+        return err_set(err, ERR_USAGE, "%d threads asked for; choose 0 (one a processor) to %d",
+                       threads, POOL_THREADS_MAX);
+    if (threads == 0)
+        threads = pool_processors();
+    if (threads > POOL_THREADS_MAX)
+        threads = POOL_THREADS_MAX;
+    struct pool *pool = mem_try(1, sizeof *pool);
+    if (!pool)
+        return err_set(err, ERR_RESOURCE, "no memory for a thread pool; free some and try again");
+    pool->threads = threads;
+    pool->workers = mem_new((size_t)threads, sizeof *pool->workers);
+    pthread_mutex_init(&pool->lock, NULL);
+    pthread_cond_init(&pool->wake, NULL);
+    for (int i = 1; i < threads; i++) {
+        struct pool_worker *worker = &pool->workers[i];
+        *worker = (struct pool_worker){.pool = pool, .index = i};
+        int rc = pthread_create(&worker->thread, NULL, pool_main, worker);
+        if (rc) {
+            err_set(err, ERR_RESOURCE, "thread %d of %d did not start (%s); ask for fewer threads",
+                    i + 1, threads, strerror(rc));
+            pool_close(pool);
+            return false;
+        }
+        pool->started = i;
+        pool_pin(worker->thread, i, threads);
+    }
+    *out = pool;
+    return true;
+}
+
+void pool_close(struct pool *pool)
+{
+    if (!pool)
+        return;
+    atomic_store(&pool->closing, true);
+    pthread_mutex_lock(&pool->lock);
+    pthread_cond_broadcast(&pool->wake);
+    pthread_mutex_unlock(&pool->lock);
+    for (int i = 1; i <= pool->started; i++)
+        pthread_join(pool->workers[i].thread, NULL);
+    pthread_cond_destroy(&pool->wake);
+    pthread_mutex_destroy(&pool->lock);
+    free(pool->workers);
+    free(pool);
+}
+
+int pool_threads(const struct pool *pool)
+{
+    return pool->threads;
+}
+
+/* The caller works too, so it gets the processor that the workers leave: beside a spinning worker
+ * the scheduler may let both share one for long. */
+static void pool_adopt(struct pool *pool)
+{
+    pthread_t self = pthread_self();
+    if (pool->has_caller && pthread_equal(pool->caller, self))
+        return;
+    pool->caller = self;
+    pool->has_caller = true;
+    pool_pin(self, 0, pool->threads);
+}
+
+void pool_run(struct pool *pool, pool_fn *fn, void *arg, uint32_t tasks)
+{
+    if (pool->threads == 1 || tasks <= 1) {
+        for (uint32_t i = 0; i < tasks; i++)
+            fn(arg, i, 0);
+        return;
+    }
+    pool_adopt(pool);
+    pool->fn = fn;
+    pool->arg = arg;
+    atomic_store_explicit(&pool->done, 0, memory_order_relaxed);
+    atomic_store(&pool->ticket, (uint64_t)tasks << 32);
+    pool_wake(pool);
+    pool_work(pool, 0);
+    /* What is left is at most one task a worker: worth spinning for, unless the machine is busy and
+     * the worker is off its processor. */
+    for (unsigned spins = 0; atomic_load_explicit(&pool->done, memory_order_acquire) < tasks;) {
+        if (++spins % 4096 == 0)
+            sched_yield();
+        pool_pause();
+    }
+}
