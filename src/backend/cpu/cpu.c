@@ -7,7 +7,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
 /* ---- levels ------------------------------------------------------------------------------- */
 
@@ -32,6 +31,13 @@ void cpu_fill_ref(struct ops *ops)
     };
 }
 
+#if defined(__x86_64__)
+static bool cpu_has_avx2(void)
+{
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+#endif
+
 /* Slowest first. Opening a level fills the table with every level up to it in turn, so each one
  * names only what it does better. */
 static const struct cpu_level {
@@ -41,6 +47,9 @@ static const struct cpu_level {
     enum kv_kind kv_kind;
 } cpu_levels[] = {
     {"cpu/ref", cpu_always, cpu_fill_ref, KV_F32},
+#if defined(__x86_64__)
+    {"cpu/avx2", cpu_has_avx2, avx2_fill, KV_BF16},
+#endif
 };
 
 enum { CPU_LEVELS = sizeof cpu_levels / sizeof cpu_levels[0] };
@@ -180,13 +189,8 @@ static void cpu_close(struct device *device)
         cpu_free(device, (struct span){.base = device->blocks + 1});
     for (int i = 0; i < CPU_SCRATCH_SLOTS; i++)
         free(device->scratch[i].data);
+    pool_close(device->pool);
     free(device);
-}
-
-static int cpu_count_cores(void)
-{
-    long cores = sysconf(_SC_NPROCESSORS_ONLN);
-    return cores < 1 ? 1 : (int)cores;
 }
 
 bool cpu_open(const char *level, const struct device_options *options, struct device **out,
@@ -206,7 +210,14 @@ bool cpu_open(const char *level, const struct device_options *options, struct de
         free(device);
         return err_set(err, ERR_USAGE, "this machine has no device '%s'", level);
     }
-    device->threads = options->threads > 0 ? options->threads : cpu_count_cores();
+    device->threads = 1;
+    if (device->head.ops.linear != ref_linear) {
+        if (!pool_open(options->threads, &device->pool, err)) {
+            free(device);
+            return false;
+        }
+        device->threads = pool_threads(device->pool);
+    }
     device->head.memory_bytes = mem_machine_bytes();
     device->head.calls = (struct device_calls){
         .alloc = cpu_alloc,

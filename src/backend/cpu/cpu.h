@@ -7,15 +7,17 @@
 #define BACKEND_CPU_CPU_H
 
 #include "backend/device.h"
+#include "base/pool.h"
 
-enum { CPU_SCRATCH_SLOTS = 8 };
+enum { CPU_SCRATCH_SLOTS = 12 };
 
 struct cpu_block; /* an allocation, in the device's list */
 
 struct device {
     struct device_head head;
-    struct err error; /* the stream's first error; kind ERR_NONE when there is none */
-    int threads;      /* workers that the fast levels may use, at least 1 */
+    struct err error;  /* the stream's first error; kind ERR_NONE when there is none */
+    int threads;       /* of the pool, at least 1 */
+    struct pool *pool; /* of the fast levels; null at cpu/ref */
     struct cpu_block *blocks;
     struct {
         void *data; /* 64-aligned; grows to the largest size asked for, then stays */
@@ -42,6 +44,11 @@ static inline void *cpu_at(struct span s)
 {
     return (char *)s.base + s.offset;
 }
+
+/* The faster levels: each puts what it does better into the table. */
+void avx2_fill(struct ops *ops);
+void avx512_fill(struct ops *ops);
+void neon_fill(struct ops *ops);
 
 /* Each family's reference functions; cpu_fill_ref makes the table of them. */
 void cpu_fill_ref(struct ops *ops);

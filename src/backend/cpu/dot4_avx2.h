@@ -1,0 +1,221 @@
+/* fast_tile.h for AVX2: vpmaddwd multiplies 16 codes with 16 activations and adds the pairs.
+ *
+ * dot4_row keeps lanes = positions of the row: the codes come from the checkpoint's own bytes by a
+ * shift and a mask. dot4_panel keeps lanes = 8 outputs: 16 weight rows x 64 values are transposed
+ * once into 2 KB and then meet every row of the tile, six at a time: 12 integer accumulators, 2
+ * weights, an activation pair and a product fill the 16 registers, so nothing is spilled. */
+#include <immintrin.h>
+
+enum { DOT4_PANEL = 16, DOT4_MANY = 6 };
+
+static inline bool dot4_has(void)
+{
+    return true;
+}
+
+SIMD_INLINE void dot4_order(const int16_t *q, int16_t *out)
+{
+    const __m256i pair = _mm256_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15, 0,
+                                          1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
+    const __m256i lanes = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    __m256i v[4], a[4];
+    for (int j = 0; j < 4; j++)
+        v[j] = _mm256_shuffle_epi8(_mm256_loadu_si256((const __m256i *)q + j), pair);
+    a[0] = _mm256_unpacklo_epi32(v[0], v[1]);
+    a[1] = _mm256_unpackhi_epi32(v[0], v[1]);
+    a[2] = _mm256_unpacklo_epi32(v[2], v[3]);
+    a[3] = _mm256_unpackhi_epi32(v[2], v[3]);
+    v[0] = _mm256_unpacklo_epi64(a[0], a[2]);
+    v[1] = _mm256_unpackhi_epi64(a[0], a[2]);
+    v[2] = _mm256_unpacklo_epi64(a[1], a[3]);
+    v[3] = _mm256_unpackhi_epi64(a[1], a[3]);
+    for (int p = 0; p < 4; p++)
+        _mm256_storeu_si256((__m256i *)out + p, _mm256_permutevar8x32_epi32(v[p], lanes));
+}
+
+/* Eight bf16 of an array that ends after n; zero past its end. */
+SIMD_INLINE __m256 dot4_load_factors(const uint16_t *p, uint32_t n)
+{
+    if (n >= 8)
+        return vf_load_bf16(p);
+    uint16_t copy[8] = {0};
+    memcpy(copy, p, n * sizeof *p);
+    return vf_load_bf16(copy);
+}
+
+/* The weights are read ahead by so much, past what the hardware prefetches at page borders. */
+enum { DOT4_AHEAD = 1024 };
+
+SIMD_INLINE void dot4_row(struct fast_codes w, const struct fast_tile *x, uint32_t first, int n,
+                          vf *acc)
+{
+    const __m256i mask = _mm256_set1_epi16(15);
+    vf odd[FAST_FEW_ROWS];
+    for (int t = 0; t < n; t++)
+        odd[t] = vf_zero();
+    for (uint32_t g = 0; g < x->blocks; g += 8) {
+        uint32_t left = x->blocks - g;
+        __m256 scale = dot4_load_factors(w.scales + g, left);
+        __m256 bias = dot4_load_factors(w.biases + g, left);
+        float step[FAST_FEW_ROWS][8];
+        for (int t = 0; t < n; t++) {
+            size_t at = (size_t)(first + t) * x->stride + g;
+            vf_store(step[t], vf_mul(scale, vf_load(x->scale + at)));
+            odd[t] = vf_fma(bias, vf_load(x->sum + at), odd[t]);
+        }
+        uint32_t end = left < 8 ? left : 8;
+#pragma GCC unroll 8
+        for (uint32_t i = 0; i < 8; i++) {
+            if (i >= end)
+                break;
+            const uint8_t *p = w.codes + (size_t)(g + i) * (FAST_BLOCK / 2);
+            if (i % 2 == 0)
+                _mm_prefetch((const char *)p + DOT4_AHEAD, _MM_HINT_T0);
+            __m256i v = _mm256_loadu_si256((const __m256i *)p);
+            __m256i c0 = _mm256_and_si256(v, mask);
+            __m256i c1 = _mm256_and_si256(_mm256_srli_epi16(v, 4), mask);
+            __m256i c2 = _mm256_and_si256(_mm256_srli_epi16(v, 8), mask);
+            __m256i c3 = _mm256_srli_epi16(v, 12);
+            for (int t = 0; t < n; t++) {
+                const __m256i *q =
+                    (const __m256i *)(x->q + ((size_t)(g + i) * x->rows + first + t) * FAST_BLOCK);
+                __m256i a = _mm256_add_epi32(_mm256_madd_epi16(c0, _mm256_load_si256(q)),
+                                             _mm256_madd_epi16(c1, _mm256_load_si256(q + 1)));
+                __m256i b = _mm256_add_epi32(_mm256_madd_epi16(c2, _mm256_load_si256(q + 2)),
+                                             _mm256_madd_epi16(c3, _mm256_load_si256(q + 3)));
+                vf sum = _mm256_cvtepi32_ps(_mm256_add_epi32(a, b));
+                if (i % 2)
+                    odd[t] = vf_fma(sum, vf_set(step[t][i]), odd[t]);
+                else
+                    acc[t] = vf_fma(sum, vf_set(step[t][i]), acc[t]);
+            }
+        }
+    }
+    for (int t = 0; t < n; t++)
+        acc[t] = vf_add(acc[t], odd[t]);
+}
+
+/* 8 x 8 words: out[i] lane r = in[r] lane i. */
+SIMD_INLINE void dot4_transpose(const __m256i in[8], __m256i out[8])
+{
+    __m256i a[8], b[8];
+    for (int i = 0; i < 4; i++) {
+        a[2 * i] = _mm256_unpacklo_epi32(in[2 * i], in[2 * i + 1]);
+        a[2 * i + 1] = _mm256_unpackhi_epi32(in[2 * i], in[2 * i + 1]);
+    }
+    for (int i = 0; i < 2; i++) {
+        b[4 * i] = _mm256_unpacklo_epi64(a[4 * i], a[4 * i + 2]);
+        b[4 * i + 1] = _mm256_unpackhi_epi64(a[4 * i], a[4 * i + 2]);
+        b[4 * i + 2] = _mm256_unpacklo_epi64(a[4 * i + 1], a[4 * i + 3]);
+        b[4 * i + 3] = _mm256_unpackhi_epi64(a[4 * i + 1], a[4 * i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        out[i] = _mm256_permute2x128_si256(b[i], b[i + 4], 0x20);
+        out[i + 4] = _mm256_permute2x128_si256(b[i], b[i + 4], 0x31);
+    }
+}
+
+/* Scale and bias of 16 rows: f32 [blocks rounded up to 8, 16]. */
+SIMD_INLINE void dot4_factors(const uint16_t *from, const uint32_t row[16], uint32_t blocks,
+                              float *out)
+{
+    for (uint32_t g = 0; g < blocks; g += 8)
+        for (int half = 0; half < 2; half++) {
+            __m256i in[8], columns[8];
+            for (int r = 0; r < 8; r++)
+                in[r] = _mm256_castps_si256(
+                    dot4_load_factors(from + (size_t)row[half * 8 + r] * blocks + g, blocks - g));
+            dot4_transpose(in, columns);
+            for (int i = 0; i < 8; i++)
+                vf_store(out + (g + (uint32_t)i) * 16 + half * 8, _mm256_castsi256_ps(columns[i]));
+        }
+}
+
+/* Codes of 16 rows x block g as pairs: i16 [32 pairs][16 rows][2]. */
+SIMD_INLINE void dot4_decode(const uint8_t *codes, const uint32_t row[16], uint32_t blocks,
+                             uint32_t g, __m256i tile[64])
+{
+    const __m256i mask = _mm256_set1_epi32(0x000f000f);
+    for (int half = 0; half < 2; half++) {
+        __m256i in[8], word[8];
+        for (int r = 0; r < 8; r++)
+            in[r] = _mm256_loadu_si256(
+                (const __m256i *)(codes +
+                                  ((size_t)row[half * 8 + r] * blocks + g) * (FAST_BLOCK / 2)));
+        dot4_transpose(in, word);
+        for (int i = 0; i < 8; i++) {
+            tile[(0 + i) * 2 + half] = _mm256_and_si256(word[i], mask);
+            tile[(8 + i) * 2 + half] = _mm256_and_si256(_mm256_srli_epi32(word[i], 4), mask);
+            tile[(16 + i) * 2 + half] = _mm256_and_si256(_mm256_srli_epi32(word[i], 8), mask);
+            tile[(24 + i) * 2 + half] = _mm256_srli_epi16(word[i], 12);
+        }
+    }
+}
+
+/* out [n, 16] += one block of n rows of activations (a constant, up to DOT4_MANY). */
+SIMD_INLINE void dot4_block(const __m256i tile[64], const struct fast_tile *x, uint32_t g,
+                            uint32_t first, int n, const float scale[16], const float bias[16],
+                            float *out)
+{
+    const int16_t *q = x->q + ((size_t)g * x->rows + first) * FAST_BLOCK;
+    __m256i acc[DOT4_MANY][2];
+    for (int t = 0; t < n; t++)
+        acc[t][0] = acc[t][1] = _mm256_setzero_si256();
+    for (int pair = 0; pair < 32; pair++) {
+        __m256i w0 = tile[2 * pair], w1 = tile[2 * pair + 1];
+        for (int t = 0; t < n; t++) {
+            int32_t two;
+            memcpy(&two, q + t * FAST_BLOCK + 2 * pair, sizeof two);
+            __m256i v = _mm256_set1_epi32(two);
+            acc[t][0] = _mm256_add_epi32(acc[t][0], _mm256_madd_epi16(w0, v));
+            acc[t][1] = _mm256_add_epi32(acc[t][1], _mm256_madd_epi16(w1, v));
+        }
+    }
+    for (int t = 0; t < n; t++) {
+        vf step = vf_set(x->scale[(size_t)(first + t) * x->stride + g]);
+        vf sum = vf_set(x->sum[(size_t)(first + t) * x->stride + g]);
+        for (int half = 0; half < 2; half++) {
+            float *to = out + (first + t) * DOT4_PANEL + half * 8;
+            vf v = vf_fma(sum, vf_load(bias + half * 8), vf_load(to));
+            vf_store(to, vf_fma(_mm256_cvtepi32_ps(acc[t][half]),
+                                vf_mul(step, vf_load(scale + half * 8)), v));
+        }
+    }
+}
+
+SIMD_INLINE void dot4_panel(struct fast_codes w, uint32_t count, const struct fast_tile *x,
+                            float *factors /* f32 [2, stride, 16] */, float *out)
+{
+    uint32_t row[DOT4_PANEL];
+    for (uint32_t r = 0; r < DOT4_PANEL; r++)
+        row[r] = r < count ? r : count - 1;
+    float *scale = factors, *bias = factors + (size_t)x->stride * DOT4_PANEL;
+    dot4_factors(w.scales, row, x->blocks, scale);
+    dot4_factors(w.biases, row, x->blocks, bias);
+    memset(out, 0, (size_t)x->rows * DOT4_PANEL * sizeof *out);
+    for (uint32_t g = 0; g < x->blocks; g++) {
+        __m256i tile[64];
+        dot4_decode(w.codes, row, x->blocks, g, tile);
+        const float *s = scale + (size_t)g * DOT4_PANEL, *b = bias + (size_t)g * DOT4_PANEL;
+        uint32_t t = 0;
+        for (; x->rows - t >= 6; t += 6)
+            dot4_block(tile, x, g, t, 6, s, b, out);
+        switch (x->rows - t) {
+        case 5:
+            dot4_block(tile, x, g, t, 5, s, b, out);
+            break;
+        case 4:
+            dot4_block(tile, x, g, t, 4, s, b, out);
+            break;
+        case 3:
+            dot4_block(tile, x, g, t, 3, s, b, out);
+            break;
+        case 2:
+            dot4_block(tile, x, g, t, 2, s, b, out);
+            break;
+        case 1:
+            dot4_block(tile, x, g, t, 1, s, b, out);
+            break;
+        }
+    }
+}
