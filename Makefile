@@ -18,7 +18,8 @@ endif
 
 CC ?= cc
 PKG_CONFIG ?= pkg-config
-PKGS := jansson libpcre2-8 libutf8proc
+PKGS := jansson libutf8proc
+TEST_PKGS := cmocka libpcre2-8
 ifeq ($(UNAME),Darwin)
 LDLIBS += -ledit
 else
@@ -89,7 +90,8 @@ $(B)/%.o: %.cu
 
 $(B)/tests/test_%: tests/unit/test_%.c $(B)/libcalla.a
 	@mkdir -p $(@D)
-	$(CC) $(CPPFLAGS) -Itests/unit $(CFLAGS) -MMD -MP $(LDFLAGS) -o $@ $< $(B)/libcalla.a $(LDLIBS) -lcmocka
+	$(CC) $(CPPFLAGS) -Itests/unit $(CFLAGS) -MMD -MP $(LDFLAGS) -o $@ $< $(B)/libcalla.a $(LDLIBS) \
+		$(shell $(PKG_CONFIG) --cflags --libs $(TEST_PKGS))
 
 $(B)/tests/fuzz_%: tests/fuzz/fuzz_%.c $(B)/libcalla.a
 	@mkdir -p $(@D)

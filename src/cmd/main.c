@@ -10,7 +10,6 @@
 
 static const struct cmd commands[] = {
     {"chat", "talk with the model", cmd_chat},
-    {"info", "what a checkpoint is, what it takes, whether it fits here", cmd_info},
     {"eval", "perplexity of a text; agreement with a reference", cmd_eval},
     {"info", "what a checkpoint is, what it takes, whether it fits here", cmd_info},
     {"quantize", "turn a bf16 checkpoint into MLX affine form", cmd_quantize},

@@ -577,6 +577,10 @@ static void both_notations(void **state)
     assert_true(open_json(root, config, &t, &err));
     assert_same(t, demo);
     tokenizer_close(t);
+    json_array_foreach(none, i, merge) json_object_set_new(merge, "normalized", json_true());
+    assert_true(open_json(root, config, &t, &err));
+    assert_same(t, demo);
+    tokenizer_close(t);
     json_object_del(root, "added_tokens");
     assert_true(open_json(root, config, &t, &err));
     assert_same(t, demo);
@@ -628,6 +632,7 @@ static void unsupported_files(void **state)
     refused("model/vocab", "{}", "model.vocab");
     refused("model/vocab", "{\"a\": \"b\"}", "not a whole number");
     refused("model/vocab", "{\"a\": 0}", "byte 0x00");
+    refused("model/vocab", "{\"\": 0}", "byte 0x00");
     refused("model/vocab/!", "-4", "negative");
     refused("model/vocab/!", "5", "taken");
     refused("model/vocab/zzzzz", "99999999", "99999999");

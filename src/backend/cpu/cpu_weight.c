@@ -28,16 +28,44 @@ size_t cpu_weight_scale_row_bytes(const struct weight *w)
     return w->kind == WEIGHT_AFFINE ? (size_t)w->cols / w->group * 2 : 0;
 }
 
-/* 32 codes fill exactly `bits` words, so a code crosses a word border only inside its block. */
-static void cpu_weight_read_codes(const uint32_t *words, uint32_t bits, float codes[32])
+/* 32 codes fill exactly `bits` words, so a code crosses a word border only inside its block.
+ * Inlined with constant bits: all positions are then known to the compiler. */
+static inline void cpu_weight_read_block(const uint32_t *words, uint32_t bits, float codes[32])
 {
     uint32_t mask = (1u << bits) - 1;
+#pragma GCC unroll 32
     for (uint32_t k = 0; k < 32; k++) {
         uint32_t bit = k * bits, word = bit / 32, shift = bit % 32;
         uint32_t code = words[word] >> shift;
         if (shift + bits > 32)
             code |= words[word + 1] << (32 - shift);
         codes[k] = (float)(code & mask);
+    }
+}
+
+static void cpu_weight_read_codes(const uint32_t *words, uint32_t bits, float codes[32])
+{
+    switch (bits) {
+    case 2:
+        cpu_weight_read_block(words, 2, codes);
+        break;
+    case 3:
+        cpu_weight_read_block(words, 3, codes);
+        break;
+    case 4:
+        cpu_weight_read_block(words, 4, codes);
+        break;
+    case 5:
+        cpu_weight_read_block(words, 5, codes);
+        break;
+    case 6:
+        cpu_weight_read_block(words, 6, codes);
+        break;
+    case 8:
+        cpu_weight_read_block(words, 8, codes);
+        break;
+    default:
+        assert(!"bits is none of 2, 3, 4, 5, 6, 8");
     }
 }
 
