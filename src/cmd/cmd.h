@@ -46,7 +46,8 @@ bool cmd_parse_ids(const char *text, struct token_list *ids, struct err *err);
 /* Appends standard input to its end. */
 bool cmd_read_stdin(struct buf *out, struct err *err);
 
-/* Shows "12.3 %" on stderr, a few times a second; user is a uint64_t of the caller's, 0 at first. */
+/* Shows "12.3 %" on stderr, a few times a second; user is a uint64_t of the caller's, at first
+ * 0. */
 void cmd_show_progress(void *user, uint64_t done, uint64_t total);
 
 /* The model folder to use when none is named: models/demo beside the binary's tree, or

@@ -2,9 +2,10 @@
  *
  *   fuzz_checkpoint [COUNT [SEED]]     default 1000 and 1
  *
- * Headers, configs and indexes of the demo model and the fixtures are changed as bytes and as JSON;
- * the weights are a hole in the file, so a case costs little. A crash ends the program; run it under
- * the sanitizers. Case i depends on the seed and i only, so `fuzz_checkpoint 1 SEED+i` repeats it. */
+ * Headers, configs and indexes of the demo model and the fixtures are changed as bytes and as
+ * JSON; the weights are a hole in the file, so a case costs little. A crash ends the program; run
+ * it under the sanitizers. Case i depends on the sum of the seed and i only, so
+ * `fuzz_checkpoint 1 SUM` repeats it. */
 #include "backend/device.h"
 #include "base/file.h"
 #include "base/rand.h"
