@@ -135,7 +135,7 @@ static int pool_processors(void)
     return n > 0 ? n : 1;
 }
 
-/* Puts a thread on the i-th processor of the process; with more threads than processors, nowhere. */
+/* Puts a thread on the i-th processor of the process; nowhere when there are more threads. */
 static void pool_pin(pthread_t thread, int i, int threads)
 {
     cpu_set_t one;

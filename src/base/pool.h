@@ -1,8 +1,8 @@
 /* A pool of threads that run one job at a time.
  *
  * A job is a function and a count of tasks; whoever is free takes the next task, the calling thread
- * too. Results must not depend on which worker runs a task. Workers wait for a job by spinning for a
- * short while and then sleep, so an idle process uses no processor time. */
+ * too. Results must not depend on which worker runs a task. Workers wait for a job by spinning for
+ * a short while and then sleep, so an idle process uses no processor time. */
 #ifndef BASE_POOL_H
 #define BASE_POOL_H
 

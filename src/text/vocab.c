@@ -178,9 +178,9 @@ static bool vocab_read_entries(struct vocab *vocab, json_t *table, struct err *e
     return true;
 }
 
-/* One added token, from either file. Both files may name it, but they must agree. `normalized` makes
- * no difference here: it asks for a match after form C, and form C yields no such text from another
- * but for a few look-alikes of ASCII. */
+/* One added token, from either file. Both files may name it, but they must agree. `normalized`
+ * makes no difference here: it asks for a match after form C, and form C yields no such text from
+ * another but for a few look-alikes of ASCII. */
 static bool vocab_read_added(struct vocab *vocab, json_int_t id, json_t *token, struct err *err)
 {
     static const char *const refused[] = {"lstrip", "rstrip", "single_word"};

@@ -1,4 +1,4 @@
-/* The chat template by hand-written examples; tests/e2e/test_template.py compares it with jinja2. */
+/* The chat template by hand-written examples; tests/e2e/test_template.py compares with jinja2. */
 #include "text/template.h"
 
 #include "text/pyjson.h"

@@ -1,8 +1,9 @@
 /* Attention for the fast levels: norm, rotation and append; then softmax over the pages in tiles.
  *
  * Query heads that share a KV head are done together, so a tile of keys and values is read, and
- * widened from bf16, once for all of them. A running maximum and sum (the online softmax) carry each
- * query over the tiles. Prompts: a task is one KV head and a few rows, over all their positions.
+ * widened from bf16, once for all of them. A running maximum and sum (the online softmax) carry
+ * each query over the tiles.
+ * Prompts: a task is one KV head and a few rows, over all their positions.
  * Decoding: a task is one KV head and one page; a second pass joins the pages' partial results in
  * order, so the outcome does not depend on how many workers there are. */
 #include "backend/cpu/fast.h"
@@ -19,8 +20,8 @@ enum {
     ATTENTION_FEW_ROWS = 4, /* segments up to here are split by pages */
 };
 
-/* Address of (position, kv head) of the sequence in `slot`, in elements: 64 bits, because ten layers
- * of 262,144 positions pass 2^31. */
+/* Address of (position, kv head) of the sequence in `slot`, in elements: 64 bits, because ten
+ * layers of 262,144 positions pass 2^31. */
 static uint64_t attention_at(const struct batch_view *batch, const struct attention_dims *dims,
                              uint32_t slot, uint32_t pos, uint32_t kv_head)
 {

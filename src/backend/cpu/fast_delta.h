@@ -6,7 +6,8 @@
  * independent: a strip is carried through all rows of a chunk.
  *
  * One pass over a strip a row does everything: it applies the row's update and, on the new values,
- * gathers S^T k and S^T q of the next row. With them o = e^g S^T q + (k . q) d needs no second pass.
+ * gathers S^T k and S^T q of the next row. With them o = e^g S^T q + (k . q) d needs no second
+ * pass.
  * On a CPU this costs less than the chunked (matrix) form, which trades 4 multiply-adds a state
  * element and row for 3 at the price of triangular solves; and no exponent but g <= 0 occurs. */
 #include "backend/cpu/fast.h"

@@ -1,7 +1,7 @@
 /* Projections for the fast levels: the norm, then every matrix over tiles of rows.
  *
- * Work split: a task is FAST_CHUNK outputs of one matrix for one tile of rows, so that a decode step
- * streams the weights once and in order, and a prompt decodes them once a tile. */
+ * Work split: a task is FAST_CHUNK outputs of one matrix for one tile of rows, so that a decode
+ * step streams the weights once and in order, and a prompt decodes them once a tile. */
 #include "backend/cpu/fast_rows.h"
 
 struct linear_work {

@@ -1,5 +1,5 @@
-/* What sampling needs of the logits, for the fast levels: rows are cut into pieces that workers scan;
- * a row with anything but finite values goes the reference's careful way. */
+/* What sampling needs of the logits, for the fast levels: rows are cut into pieces that workers
+ * scan; a row with anything but finite values goes the reference's careful way. */
 #include "backend/cpu/fast.h"
 #include "base/pool.h"
 

@@ -1,9 +1,10 @@
 /* Activations as 16-bit integers, and products of them with 4-bit weights.
  *
- * Codes of 4 bits times integers of 16 are summed exactly in 32 bits over a group of 64, so the only
- * error beside f32's is the rounding of an activation to 1/32767 of the largest of its 64 neighbours:
- * below what bf16 loses, at the price of integer instructions (16 products each on AVX2, where f32
- * has 8). Eight-bit activations would be faster still and cost 100 times this error.
+ * Codes of 4 bits times integers of 16 are summed exactly in 32 bits over a group of 64, so the
+ * only error beside f32's is the rounding of an activation to 1/32767 of the largest of its 64
+ * neighbours: below what bf16 loses, at the price of integer instructions (16 products each on
+ * AVX2, where f32 has 8).
+ * Eight-bit activations would be faster still and cost 100 times this error.
  *
  * Order inside a block of 64: four vectors of eight pairs; pair i of vector p holds the values
  * 8i + p and 8i + p + 4. That is what (word i >> 4p) & 0x000f000f leaves of a word of eight codes,
