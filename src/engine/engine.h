@@ -5,6 +5,7 @@
 #include "base/err.h"
 #include "engine/sampler.h"
 #include "model/graph.h"
+#include "text/grammar.h"
 #include "text/tokenizer.h"
 
 struct engine_options {
@@ -13,6 +14,7 @@ struct engine_options {
     int threads;         /* 0: one a core */
     uint32_t ctx;        /* positions; 0: the model's own, at most what fits */
     uint32_t chunk;      /* prefill rows a step; 0: 512 */
+    uint32_t parallel;   /* sequences at a time; 0: 1 */
     bool lock, huge_pages;
     enum { ENGINE_KV_AUTO, ENGINE_KV_F32, ENGINE_KV_BF16 } kv;
     void (*progress)(void *user, uint64_t done, uint64_t total);
@@ -59,6 +61,14 @@ struct engine_request {
     bool logprobs;
     uint32_t top_logprobs;
     bool show_special; /* special tokens appear in the text (run --raw) */
+    /* Prompt lengths at which the prefix cache keeps the recurrent states, besides its own: the end
+     * of the system and tools block, and where the generation prompt begins. 0: none. */
+    uint32_t keep_at[2];
+    bool thinking_open;    /* the prompt ends inside a think block */
+    uint32_t think_tokens; /* with thinking_open: that many tokens, then "</think>" is forced;
+                              * 0: no limit */
+    const struct grammar *grammar; /* what the answer must look like, once thinking has ended, or
+                                    * null; alive until the request has ended */
     /* Called for each token (text may lag by what is held back), and once more with id -1 for
      * the held rest. Returning false cancels. */
     bool (*on_token)(void *user, const struct engine_token *token);
