@@ -6,6 +6,7 @@
 #   make lint format     checks of style and layers; reformat
 #   make SAN=1 ...       address and undefined-behaviour sanitizers, into build/san/
 #   make CUDA=0 ...      leave the CUDA backend out although nvcc is there
+#   make V=1 ...         show the commands
 
 UNAME := $(shell uname -s)
 ARCH := $(shell uname -m)
@@ -66,14 +67,25 @@ KCHECK_SRC := $(wildcard tests/kcheck/*.c)
 FUZZ_SRC := $(wildcard tests/fuzz/fuzz_*.c)
 FUZZ_BIN := $(FUZZ_SRC:tests/fuzz/%.c=$(B)/tests/%)
 
+# One line a file; V=1 shows the commands.
+ifeq ($(V),1)
+say =
+Q :=
+else
+say = @echo "  $(1) $(patsubst $(B)/%,%,$@)"
+Q := @
+endif
+
 all: $(B)/calla
 
 $(B)/calla: $(CMD_OBJ) $(B)/libcalla.a
-	$(CC) $(LDFLAGS) -o $@ $^ $(LDLIBS)
+	$(call say,LINK)
+	$(Q)$(CC) $(LDFLAGS) -o $@ $^ $(LDLIBS)
 
 $(B)/libcalla.a: $(LIB_OBJ)
 	@rm -f $@
-	$(AR) rcs $@ $^
+	$(call say,AR  )
+	$(Q)$(AR) rcs $@ $^
 
 # Kernels of a level are compiled for that level; the level is chosen at run time.
 $(B)/src/backend/cpu/ref_%.o $(B)/src/backend/cpu/cpu_weight.o: CFLAGS += -O3
@@ -82,23 +94,28 @@ $(B)/src/backend/cpu/avx512_%.o: CFLAGS += -mavx512f -mavx512bw -mavx512vl -mavx
 
 $(B)/%.o: %.c
 	@mkdir -p $(@D)
-	$(CC) $(CPPFLAGS) $(CFLAGS) -MMD -MP -c -o $@ $<
+	$(call say,CC  )
+	$(Q)$(CC) $(CPPFLAGS) $(CFLAGS) -MMD -MP -c -o $@ $<
 
 $(B)/%.o: %.cu
 	@mkdir -p $(@D)
-	$(NVCC) $(NVCCFLAGS) -MMD -MP -c -o $@ $<
+	$(call say,NVCC)
+	$(Q)$(NVCC) $(NVCCFLAGS) -MMD -MP -c -o $@ $<
 
 $(B)/tests/test_%: tests/unit/test_%.c $(B)/libcalla.a
 	@mkdir -p $(@D)
-	$(CC) $(CPPFLAGS) -Itests/unit $(CFLAGS) -MMD -MP $(LDFLAGS) -o $@ $< $(B)/libcalla.a $(LDLIBS) \
+	$(call say,LINK)
+	$(Q)$(CC) $(CPPFLAGS) -Itests/unit $(CFLAGS) -MMD -MP $(LDFLAGS) -o $@ $< $(B)/libcalla.a $(LDLIBS) \
 		$(shell $(PKG_CONFIG) --cflags --libs $(TEST_PKGS))
 
 $(B)/tests/fuzz_%: tests/fuzz/fuzz_%.c $(B)/libcalla.a
 	@mkdir -p $(@D)
-	$(CC) $(CPPFLAGS) $(CFLAGS) -MMD -MP $(LDFLAGS) -o $@ $< $(B)/libcalla.a $(LDLIBS)
+	$(call say,LINK)
+	$(Q)$(CC) $(CPPFLAGS) $(CFLAGS) -MMD -MP $(LDFLAGS) -o $@ $< $(B)/libcalla.a $(LDLIBS)
 
 $(B)/kcheck: $(KCHECK_SRC:%.c=$(B)/%.o) $(B)/libcalla.a
-	$(CC) $(LDFLAGS) -o $@ $^ $(LDLIBS)
+	$(call say,LINK)
+	$(Q)$(CC) $(LDFLAGS) -o $@ $^ $(LDLIBS)
 
 kcheck: $(B)/kcheck
 tests: all $(UNIT_BIN) $(FUZZ_BIN) $(if $(KCHECK_SRC),$(B)/kcheck)
