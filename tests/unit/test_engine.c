@@ -545,6 +545,7 @@ static void wrong_requests_are_refused(void **unused)
     struct engine_result result = generate(engine, &good);
     assert_true(result.ids.len > 0 || result.stop_id >= 0);
     assert_int_equal(seen.text.len, 0);
+    buf_free(&seen.text);
     token_list_free(&result.ids);
     engine_close(engine);
 }
