@@ -4,7 +4,7 @@
   tests/run.py [--long] [NAME...]     suites whose name contains a NAME; all without one
 
 Suites: the cmocka programs of the plain and of the sanitizer build, the fuzzers (sanitizer build),
-kcheck with its self-test, the pytest files. --long runs full counts (CALLA_TEST_LONG=1).
+kcheck with its self-test, the Metal emulator's tests, the pytest files. --long runs full counts (CALLA_TEST_LONG=1).
 The output of a suite is shown when it fails; skipped tests are listed with their reason.
 """
 import concurrent.futures, glob, os, re, subprocess, sys, tempfile, time
@@ -97,6 +97,8 @@ def suites(long):
         for seed in seeds:
             found.append((f"kcheck seed {seed}", run_counted, [kcheck, "--seed", seed], limit))
         found.append(("kcheck self-test", run_counted, [kcheck, "--self-test"], limit))
+    found.append(("metal emulator", run_counted,
+                  [sys.executable, f"{ROOT}/tests/metal/run_tests.py"], limit))
     for path in sorted(glob.glob(f"{ROOT}/tests/e2e/test_*.py")):
         found.append((os.path.basename(path), run_pytest, path, limit))
     return found

@@ -1,0 +1,79 @@
+"""The emulated machine itself: what a dispatch may bind, and what positions its threads see."""
+import emulator as emu
+
+_COPY = '''#include <metal_stdlib>
+using namespace metal;
+kernel void copy(device const float *x [[buffer(0)]], device float *y [[buffer(1)]],
+                 constant uint &n [[buffer(2)]], uint i [[thread_position_in_grid]])
+{
+    if (i < n)
+        y[i] = x[i];
+}
+'''
+_PLACE = '''#include <metal_stdlib>
+using namespace metal;
+kernel void place(device uint *out [[buffer(0)]], uint2 at [[thread_position_in_grid]],
+                  uint2 size [[threads_per_grid]], uint2 group [[threads_per_threadgroup]],
+                  uint2 full [[dispatch_threads_per_threadgroup]])
+{
+    out[at.y * size.x + at.x] = at.y << 16 | at.x << 8 | group.x << 4 | full.x;
+}
+'''
+_ORDER = '''#include <metal_stdlib>
+using namespace metal;
+kernel void order(device atomic_uint *next [[buffer(0)]], device uint *rank [[buffer(1)]],
+                  uint i [[thread_position_in_grid]])
+{
+    rank[i] = atomic_fetch_add_explicit(next, 1u, memory_order_relaxed);
+}
+'''
+
+
+def dispatch_copy(buffers, threads=(32,)):
+    findings = emu.compile(_COPY).kernel('copy').dispatch(buffers, groups=(1,), threads=threads)
+    return {f.kind for f in findings}
+
+
+def x_y_n(n=8):
+    return [emu.Buffer('f32', [1.0] * n, 'x'), emu.Buffer('f32', n, 'y'), emu.scalar('u32', n)]
+
+
+def check_binding(index, entry, kind):
+    buffers = x_y_n()
+    buffers[index] = entry(buffers[index])
+    assert dispatch_copy(buffers) == {kind}
+
+
+def check_too_many_threads():
+    assert dispatch_copy(x_y_n(), threads=(1056,)) == {'limit'}
+
+
+def check_ragged_grid():
+    out = emu.Buffer('u32', 7 * 3, 'out')
+    kernel = emu.compile(_PLACE).kernel('place')
+    assert not kernel.dispatch([out], grid=(7, 3), threads=(4, 2))
+    wanted = [y << 16 | x << 8 | (4 if x < 4 else 3) << 4 | 4 for y in range(3) for x in range(7)]
+    assert out.values() == wanted
+
+
+def check_orders_differ():
+    kernel, seen = emu.compile(_ORDER).kernel('order'), []
+    for order in emu.ORDERS:
+        rank = emu.Buffer('u32', 128, 'rank')
+        next_rank = emu.Buffer('u32', [0], 'next')
+        assert not kernel.dispatch([next_rank, rank], groups=(2,), threads=(64,), order=order)
+        assert sorted(rank.values()) == list(range(128))
+        seen.append(rank.values())
+    assert seen[0] == list(range(128)) and seen[1] == seen[0][::-1] and seen[2] not in seen[:2]
+
+
+def cases():
+    yield 'machine/nothing-bound', lambda: check_binding(0, lambda b: None, 'binding')
+    yield 'machine/unaligned-offset', lambda: check_binding(0, lambda b: (b, 2), 'binding')
+    yield 'machine/argument-too-small', lambda: check_binding(
+        2, lambda b: emu.Buffer('u8', [8, 0], 'n'), 'binding')
+    yield 'machine/input-too-short', lambda: check_binding(
+        0, lambda b: emu.Buffer('f32', [1.0] * 7, 'x'), 'bounds')
+    yield 'machine/too-many-threads', check_too_many_threads
+    yield 'machine/ragged-grid', check_ragged_grid
+    yield 'machine/orders-differ', check_orders_differ
