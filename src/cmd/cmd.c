@@ -98,8 +98,7 @@ void cmd_show_progress(void *user, uint64_t done, uint64_t total)
             done == total ? "\r\033[K" : "");
 }
 
-/* Folder of the running binary, without a final slash; false when the system does not tell. */
-static bool cmd_binary_folder(char *out, size_t size)
+bool cmd_binary_path(char *out, size_t size)
 {
 #ifdef __APPLE__
     char raw[PATH_MAX], real[PATH_MAX];
@@ -113,10 +112,6 @@ static bool cmd_binary_folder(char *out, size_t size)
         return false;
     out[n] = 0;
 #endif
-    char *slash = strrchr(out, '/');
-    if (!slash)
-        return false;
-    *slash = 0;
     return true;
 }
 
@@ -125,8 +120,10 @@ char *cmd_default_model(void)
     static const char *const places[] = {"../models/demo", "../../models/demo",
                                          "../share/calla/models/demo"};
     char folder[PATH_MAX];
-    if (!cmd_binary_folder(folder, sizeof folder))
+    char *slash = cmd_binary_path(folder, sizeof folder) ? strrchr(folder, '/') : NULL;
+    if (!slash)
         return NULL;
+    *slash = 0;
     for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
         char *path = file_join(folder, places[i]);
         char *config = file_join(path, "config.json");

@@ -10,6 +10,8 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#define CALLA_VERSION "0.1.0"
+
 struct cmd {
     const char *name;
     const char *summary; /* one line for `calla --help` */
@@ -49,6 +51,9 @@ bool cmd_read_stdin(struct buf *out, struct err *err);
 /* Shows "12.3 %" on stderr, a few times a second; user is a uint64_t of the caller's, at first
  * 0. */
 void cmd_show_progress(void *user, uint64_t done, uint64_t total);
+
+/* Path of the running binary, without links; false when the system does not tell. */
+bool cmd_binary_path(char *out, size_t size);
 
 /* The model folder to use when none is named: models/demo beside the binary's tree, or
  * ../share/calla/models/demo. Null when there is none. The caller frees it. */

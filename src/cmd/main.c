@@ -6,9 +6,8 @@
 #include <stdio.h>
 #include <string.h>
 
-#define CALLA_VERSION "0.1.0"
-
 static const struct cmd commands[] = {
+    {"bench", "how fast prompts are read and answers written here", cmd_bench},
     {"chat", "talk with the model", cmd_chat},
     {"eval", "perplexity of a text; agreement with a reference", cmd_eval},
     {"info", "what a checkpoint is, what it takes, whether it fits here", cmd_info},

@@ -1,0 +1,318 @@
+/* One sequence is measured through engine_generate, as a user gets it. Several are driven step by
+ * step through the same forward pass. Owns all that it opens until it returns. */
+#include "cmd/measure.h"
+
+#include "backend/device.h"
+#include "base/clock.h"
+#include "base/mem.h"
+#include "cmd/cmd.h"
+#include "cmd/load.h"
+#include "cmd/machine.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { MEASURE_WARM_STEPS = 2 };
+
+int32_t measure_prompt_id(uint32_t i, uint32_t vocab)
+{
+    return (int32_t)(i * 2654435761u % vocab);
+}
+
+static int32_t *measure_prompt(uint32_t n, uint32_t first, uint32_t vocab)
+{
+    int32_t *ids = mem_new(n, sizeof *ids);
+    for (uint32_t i = 0; i < n; i++)
+        ids[i] = measure_prompt_id(first + i, vocab);
+    return ids;
+}
+
+static void measure_add_id(struct measure *m, int32_t id)
+{
+    token_list_push(&m->ids, id);
+    m->digest = (m->digest ^ (uint32_t)id) * 0x100000001b3u;
+}
+
+static void measure_begin(const struct measure_options *options, struct measure *m)
+{
+    free(m->step_s);
+    m->step_s = mem_new(options->decode + 1, sizeof *m->step_s);
+    m->ids.len = 0;
+    m->digest = 0xcbf29ce484222325u;
+}
+
+void measure_free(struct measure *m)
+{
+    free(m->step_s);
+    token_list_free(&m->ids);
+}
+
+/* ---- one sequence ------------------------------------------------------------------------- */
+
+struct measure_clock {
+    struct measure *m;
+    uint32_t tokens;
+    uint64_t last_ns;
+};
+
+static bool measure_on_token(void *user, const struct engine_token *token)
+{
+    struct measure_clock *c = user;
+    uint64_t now = clock_now_ns();
+    if (token->id < 0)
+        return true;
+    if (c->tokens++ > 0) {
+        c->m->step_s[c->tokens - 2] = (double)(now - c->last_ns) * 1e-9;
+        measure_add_id(c->m, token->id);
+    } else {
+        c->m->prefill_s = (double)(now - c->last_ns) * 1e-9;
+        c->m->first_id = token->id;
+    }
+    c->last_ns = now;
+    return true;
+}
+
+static bool measure_pass(struct engine *engine, const int32_t *prompt, uint32_t n, uint32_t steps,
+                         struct measure *m, struct err *err)
+{
+    struct measure_clock c = {.m = m};
+    struct engine_request request = {
+        .prompt = prompt,
+        .prompt_len = n,
+        .max_tokens = steps + 1,
+        .sampling = {.top_p = 1, .repetition_penalty = 1},
+        .ignore_eos = true,
+        .on_token = measure_on_token,
+        .user = &c,
+    };
+    struct engine_result result;
+    c.last_ns = clock_now_ns();
+    if (!engine_generate(engine, &request, &result, err))
+        return false;
+    token_list_free(&result.ids);
+    m->decode_s = 0;
+    for (uint32_t i = 0; i < steps; i++)
+        m->decode_s += m->step_s[i];
+    return true;
+}
+
+static bool measure_one(const struct measure_options *options, struct measure *m, struct err *err)
+{
+    struct engine *engine;
+    struct engine_options open = options->engine;
+    uint64_t start = clock_now_ns();
+    uint32_t warm = options->decode < MEASURE_WARM_STEPS ? options->decode : MEASURE_WARM_STEPS;
+    if (open.ctx == 0)
+        open.ctx = options->context + options->decode + 1;
+    if (!load_engine(&open, &engine, err))
+        return false;
+    m->load_s = clock_seconds_since(start);
+    m->token_bytes = engine_model(engine)->bytes.per_token;
+    snprintf(m->backend, sizeof m->backend, "%s", engine_backend(engine));
+    uint32_t vocab = engine_model(engine)->config.vocab;
+    /* Another prompt to warm up: one that the engine holds already would not be read again. */
+    int32_t *other = measure_prompt(options->context, options->context, vocab);
+    int32_t *prompt = measure_prompt(options->context, 0, vocab);
+    measure_begin(options, m);
+    bool ok = measure_pass(engine, other, options->context, warm, m, err);
+    measure_begin(options, m);
+    ok = ok && measure_pass(engine, prompt, options->context, options->decode, m, err);
+    m->resident = mem_resident_bytes();
+    free(other);
+    free(prompt);
+    engine_close(engine);
+    return ok;
+}
+
+/* ---- several ------------------------------------------------------------------------------ */
+
+struct measure_many {
+    const struct measure_options *options;
+    struct device *device;
+    struct model model;
+    struct state state;
+    struct graph *graph;
+    bool has_model, has_state;
+    uint32_t chunk;
+    struct segment *segment; /* [batch], one row each */
+    uint32_t *row;           /* [batch]: 0, 1, ... */
+    int32_t *token;          /* [batch]: newest of each sequence */
+};
+
+/* Sequence s reads its own prompt, so that experts are chosen as for different users. */
+static bool measure_prefill(struct measure_many *many, uint32_t s, struct err *err)
+{
+    uint32_t n = many->options->context, slot = many->segment[s].slot, last = 0;
+    int32_t *prompt = measure_prompt(n, s * n, many->model.config.vocab);
+    bool ok = true;
+    for (uint32_t done = 0; ok && done < n;) {
+        uint32_t rows = n - done < many->chunk ? n - done : many->chunk;
+        last = rows - 1;
+        struct segment segment = {.slot = slot, .rows = rows, .pos = done};
+        struct batch batch = {.rows = rows,
+                              .segments = 1,
+                              .logit_rows = done + rows == n,
+                              .tokens = prompt + done,
+                              .segment = &segment,
+                              .logit_row = &last};
+        ok = graph_forward(many->graph, &batch, err);
+        done += rows;
+    }
+    free(prompt);
+    return ok && graph_read_argmax(many->graph, 0, &many->token[s], err);
+}
+
+static bool measure_step(struct measure_many *many, struct err *err)
+{
+    uint32_t n = many->options->batch;
+    for (uint32_t s = 0; s < n; s++)
+        many->segment[s].pos = many->state.slot_pos[many->segment[s].slot];
+    struct batch batch = {.rows = n,
+                          .segments = n,
+                          .logit_rows = n,
+                          .tokens = many->token,
+                          .segment = many->segment,
+                          .logit_row = many->row};
+    if (!graph_forward(many->graph, &batch, err))
+        return false;
+    for (uint32_t s = 0; s < n; s++)
+        if (!graph_read_argmax(many->graph, s, &many->token[s], err))
+            return false;
+    return true;
+}
+
+static bool measure_many_pass(struct measure_many *many, uint32_t steps, struct measure *m,
+                              struct err *err)
+{
+    measure_begin(many->options, m);
+    uint64_t start = clock_now_ns();
+    for (uint32_t s = 0; s < many->options->batch; s++) {
+        state_reset(&many->state, many->segment[s].slot);
+        if (!measure_prefill(many, s, err))
+            return false;
+    }
+    m->prefill_s = clock_seconds_since(start);
+    m->first_id = many->token[0];
+    start = clock_now_ns();
+    for (uint32_t i = 0; i < steps; i++) {
+        uint64_t step = clock_now_ns();
+        if (!measure_step(many, err))
+            return false;
+        m->step_s[i] = clock_seconds_since(step);
+        for (uint32_t s = 0; s < many->options->batch; s++)
+            measure_add_id(m, many->token[s]);
+    }
+    m->decode_s = clock_seconds_since(start);
+    return true;
+}
+
+static bool measure_many_open(struct measure_many *many, const char *folder, struct err *err)
+{
+    const struct measure_options *o = many->options;
+    struct device_options device = {.name = o->engine.backend, .threads = o->engine.threads};
+    struct model_options load = {.lock = o->engine.lock, .huge_pages = o->engine.huge_pages};
+    if (!device_open(&device, &many->device, err) ||
+        !(many->has_model = model_open(folder, many->device, &load, &many->model, err)))
+        return false;
+    struct state_limits limits = {
+        .slots = o->batch,
+        .ctx = o->engine.ctx ? o->engine.ctx : o->context + o->decode + 1,
+        .kv_kind = o->engine.kv == ENGINE_KV_F32    ? KV_F32
+                   : o->engine.kv == ENGINE_KV_BF16 ? KV_BF16
+                                                    : device_head(many->device)->kv_kind,
+    };
+    struct graph_limits rows = {.rows = many->chunk > o->batch ? many->chunk : o->batch,
+                                .segments = o->batch,
+                                .logit_rows = o->batch};
+    if (!(many->has_state = state_open(&many->model, &limits, &many->state, err)) ||
+        !graph_open(&many->model, &many->state, &rows, &many->graph, err))
+        return false;
+    for (uint32_t s = 0; s < o->batch; s++) {
+        many->row[s] = s;
+        many->segment[s] = (struct segment){.row = s, .rows = 1};
+        if (!state_acquire(&many->state, &many->segment[s].slot, err))
+            return false;
+    }
+    return true;
+}
+
+static bool measure_batch(const struct measure_options *options, const char *folder,
+                          struct measure *m, struct err *err)
+{
+    struct measure_many many = {
+        .options = options,
+        .chunk = options->engine.chunk ? options->engine.chunk : 512,
+        .segment = mem_new(options->batch, sizeof *many.segment),
+        .row = mem_new(options->batch, sizeof *many.row),
+        .token = mem_new(options->batch, sizeof *many.token),
+    };
+    uint64_t start = clock_now_ns();
+    bool ok = measure_many_open(&many, folder, err);
+    if (ok) {
+        uint32_t warm = options->decode < MEASURE_WARM_STEPS ? options->decode : MEASURE_WARM_STEPS;
+        m->load_s = clock_seconds_since(start);
+        m->token_bytes = many.model.bytes.per_token;
+        snprintf(m->backend, sizeof m->backend, "%s", device_head(many.device)->name);
+        ok = measure_many_pass(&many, warm, m, err) &&
+             measure_many_pass(&many, options->decode, m, err);
+        m->resident = mem_resident_bytes();
+    }
+    graph_close(many.graph);
+    if (many.has_state)
+        state_close(&many.state);
+    if (many.has_model)
+        model_close(&many.model);
+    if (many.device)
+        device_close(many.device);
+    free(many.segment);
+    free(many.row);
+    free(many.token);
+    return ok;
+}
+
+bool measure_run(const struct measure_options *options, struct measure *out, struct err *err)
+{
+    memset(out, 0, sizeof *out);
+    if (options->batch == 1)
+        return measure_one(options, out, err);
+    char *found = options->engine.model ? NULL : cmd_default_model();
+    const char *folder = found ? found : options->engine.model;
+    bool ok = folder ? measure_batch(options, folder, out, err)
+                     : err_set(err, ERR_USAGE, "the demo model is not there; name one with -m DIR");
+    free(found);
+    return ok;
+}
+
+/* ---- the memory --------------------------------------------------------------------------- */
+
+static bool measure_copy(struct device *device, double *out, struct err *err)
+{
+    enum { COPIES = 8, BYTES = 1 << 30 };
+    struct span from, to;
+    if (!device_calls(device)->alloc(device, BYTES, &from, err) ||
+        !device_calls(device)->alloc(device, BYTES, &to, err))
+        return false;
+    *out = 0;
+    for (int i = 0; i < COPIES; i++) {
+        uint64_t start = clock_now_ns();
+        device_ops(device)->copy(device, to, from, BYTES);
+        if (!device_calls(device)->sync(device, err))
+            return false;
+        double rate = 2.0 * BYTES / clock_seconds_since(start);
+        *out = rate > *out ? rate : *out;
+    }
+    return true;
+}
+
+bool measure_peak(const struct engine_options *options, double *out, struct err *err)
+{
+    struct device_options open = {.name = options->backend, .threads = options->threads};
+    struct device *device;
+    if (!device_open(&open, &device, err))
+        return false;
+    bool cpu = !strncmp(device_head(device)->name, "cpu", 3);
+    bool ok = cpu || measure_copy(device, out, err);
+    device_close(device);
+    return cpu ? machine_measure_memory(options->threads, options->huge_pages, out, err) : ok;
+}
