@@ -59,7 +59,7 @@ NVCCFLAGS += -std=c++17 -O3 -Isrc -Xcompiler -Wall,-fno-exceptions,-fno-rtti,-fn
              -gencode arch=compute_80,code=[sm_80,compute_80] -gencode arch=compute_90a,code=sm_90a
 endif
 CMD_SRC := $(wildcard src/cmd/*.c)
-LIB_OBJ := $(LIB_SRC:%.c=$(B)/%.o) $(CUDA_SRC:%.cu=$(B)/%.o)
+LIB_OBJ := $(LIB_SRC:%.c=$(B)/%.o) $(CUDA_SRC:%.cu=$(B)/%.o) $(B)/gen/page.o
 CMD_OBJ := $(CMD_SRC:%.c=$(B)/%.o)
 UNIT_SRC := $(wildcard tests/unit/test_*.c)
 UNIT_BIN := $(UNIT_SRC:tests/unit/%.c=$(B)/tests/%)
@@ -101,6 +101,18 @@ $(B)/%.o: %.cu
 	@mkdir -p $(@D)
 	$(call say,NVCC)
 	$(Q)$(NVCC) $(NVCCFLAGS) -MMD -MP -c -o $@ $<
+
+# The chat page is bytes of the library: od and sed are everywhere that make is.
+$(B)/gen/page.c: web/index.html
+	@mkdir -p $(@D)
+	$(call say,GEN )
+	$(Q){ echo '#include "server/page.h"'; echo 'const unsigned char page_html[] = {'; \
+		od -An -v -tx1 $< | sed 's/ *\([0-9a-f][0-9a-f]\)/0x\1,/g'; \
+		echo '};'; echo 'const size_t page_html_len = sizeof page_html;'; } >$@.part && mv $@.part $@
+
+$(B)/gen/page.o: $(B)/gen/page.c
+	$(call say,CC  )
+	$(Q)$(CC) $(CPPFLAGS) $(CFLAGS) -MMD -MP -c -o $@ $<
 
 $(B)/tests/test_%: tests/unit/test_%.c $(B)/libcalla.a
 	@mkdir -p $(@D)
