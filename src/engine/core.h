@@ -5,26 +5,24 @@
 #include "engine/defaults.h"
 #include "engine/engine.h"
 
+struct scheduler;
+
 struct engine {
     struct device *device;
     struct model model;
-    struct state state; /* one slot, always acquired */
+    struct state state; /* options.parallel slots */
     struct graph *graph;
     struct tokenizer *tokenizer; /* or null */
     struct defaults defaults;
     bool has_model, has_state;
-    uint32_t ctx, chunk, slot;
-    uint32_t logit_rows;    /* rows whose logits fit at a time */
-    struct token_list held; /* the tokens that the slot holds, one a position */
-    float *logits;          /* f32 [vocab] on the host */
+    uint32_t ctx, chunk, parallel;
+    uint32_t logit_rows;   /* rows whose logits fit at a time, at least `parallel` */
+    float *logits;         /* f32 [vocab] on the host */
+    struct scheduler *own; /* engine_generate's, made when first needed */
 };
 
-/* Runs rows tokens, which follow what the slot holds; the logits wanted are of the last row, or of
- * none. A failure resets the slot. */
-bool engine_feed(struct engine *engine, const int32_t *tokens, uint32_t rows, bool want_logits,
-                 struct err *err);
-
-/* Makes the slot empty. */
-void engine_forget(struct engine *engine);
+/* Runs one request on a scheduler that no thread drives; the result is the caller's. */
+bool scheduler_run(struct scheduler *scheduler, const struct engine_request *request,
+                   struct engine_result *result, struct err *err);
 
 #endif

@@ -1,8 +1,8 @@
 /* Opens what a model needs to speak, in an order that refuses early: sizes first, weights last.
  *
- * Invariant: engine->held lists exactly the tokens whose positions the slot holds; whatever breaks
- * off half way (a device error, a number that is not one) empties both. */
+ * Invariant: no slot is in use between two calls, except by a scheduler's running requests. */
 #include "engine/core.h"
+#include "engine/scheduler.h"
 
 #include "backend/device.h"
 #include "base/file.h"
@@ -81,6 +81,23 @@ static bool engine_plan_ctx(const struct engine_plan *plan, uint32_t wanted, uin
                    engine_gib(plan->graph), engine_gib(plan->available), advice);
 }
 
+/* Every slot can have its whole context. On top come pages for what the prefix cache keeps beside
+ * running requests: a twentieth of the free memory, where there is so much. */
+static uint64_t engine_pages(const struct engine_plan *plan, uint32_t ctx)
+{
+    struct state_limits one = plan->state;
+    uint64_t least = (uint64_t)plan->state.slots * ((ctx + KV_PAGE - 1) / KV_PAGE);
+    one.ctx = ctx;
+    one.pages = least;
+    uint64_t used = plan->weights + plan->graph + state_bytes(plan->config, &one);
+    one.pages = least + 1;
+    uint64_t page = plan->weights + plan->graph + state_bytes(plan->config, &one) - used;
+    uint64_t spare = plan->available / 20;
+    if (page == 0 || used > plan->available - spare)
+        return least;
+    return least + (spare / page < 4 * least ? spare / page : 4 * least);
+}
+
 /* Free memory of the machine, and of the device where it says how much it has. */
 static uint64_t engine_available(const struct device *device)
 {
@@ -95,9 +112,12 @@ static uint64_t engine_available(const struct device *device)
 static struct graph_limits engine_graph_limits(struct engine *engine, const struct config *config)
 {
     uint64_t fit = ENGINE_LOGIT_BYTES / (4ull * config->vocab);
-    engine->logit_rows = fit < 1 ? 1 : fit > engine->chunk ? engine->chunk : (uint32_t)fit;
-    return (struct graph_limits){
-        .rows = engine->chunk, .segments = 1, .logit_rows = engine->logit_rows};
+    engine->logit_rows = fit > engine->chunk ? engine->chunk : (uint32_t)fit;
+    if (engine->logit_rows < engine->parallel)
+        engine->logit_rows = engine->parallel;
+    return (struct graph_limits){.rows = engine->chunk + engine->parallel - 1,
+                                 .segments = engine->parallel,
+                                 .logit_rows = engine->logit_rows};
 }
 
 /* Reads the checkpoint's headers only, and decides how large everything will be. */
@@ -110,7 +130,7 @@ static bool engine_make_plan(struct engine *engine, const struct engine_options 
     struct graph_limits graph = engine_graph_limits(engine, &sizes.config);
     struct engine_plan plan = {
         .config = &sizes.config,
-        .state = {.slots = 1,
+        .state = {.slots = engine->parallel,
                   .kv_kind = options->kv == ENGINE_KV_F32 ? KV_F32
                              : options->kv == ENGINE_KV_BF16
                                  ? KV_BF16
@@ -122,6 +142,8 @@ static bool engine_make_plan(struct engine *engine, const struct engine_options 
     bool ok = engine_plan_ctx(&plan, options->ctx, &engine->ctx, err);
     *limits = plan.state;
     limits->ctx = engine->ctx;
+    if (ok)
+        limits->pages = engine_pages(&plan, engine->ctx);
     model_close(&sizes);
     return ok;
 }
@@ -160,7 +182,6 @@ static bool engine_open_parts(struct engine *engine, const struct engine_options
     if (!defaults_read(options->model, config, &engine->defaults, err) ||
         !engine_open_tokenizer(engine, options->model, err) ||
         !(engine->has_state = state_open(&engine->model, &limits, &engine->state, err)) ||
-        !state_acquire(&engine->state, &engine->slot, err) ||
         !graph_open(&engine->model, &engine->state, &rows, &engine->graph, err))
         return false;
     engine->logits = mem_new(config->vocab, sizeof *engine->logits);
@@ -171,6 +192,7 @@ bool engine_open(const struct engine_options *options, struct engine **out, stru
 {
     struct engine *engine = mem_new(1, sizeof *engine);
     engine->chunk = options->chunk ? options->chunk : ENGINE_CHUNK;
+    engine->parallel = options->parallel ? options->parallel : 1;
     if (!engine_open_parts(engine, options, err)) {
         engine_close(engine);
         return false;
@@ -185,6 +207,7 @@ void engine_close(struct engine *engine)
 {
     if (!engine)
         return;
+    scheduler_close(engine->own);
     graph_close(engine->graph);
     if (engine->has_state)
         state_close(&engine->state);
@@ -193,7 +216,6 @@ void engine_close(struct engine *engine)
         model_close(&engine->model);
     if (engine->device)
         device_close(engine->device);
-    token_list_free(&engine->held);
     free(engine->logits);
     free(engine);
 }
@@ -228,34 +250,23 @@ struct sampler_options engine_sampling(const struct engine *engine)
     return engine->defaults.sampling;
 }
 
-void engine_forget(struct engine *engine)
+bool engine_generate(struct engine *engine, const struct engine_request *request,
+                     struct engine_result *result, struct err *err)
 {
-    state_reset(&engine->state, engine->slot);
-    engine->held.len = 0;
+    const struct scheduler_options options = {0};
+    memset(result, 0, sizeof *result);
+    return (engine->own || scheduler_open(engine, &options, &engine->own, err)) &&
+           scheduler_run(engine->own, request, result, err);
 }
 
-bool engine_feed(struct engine *engine, const int32_t *tokens, uint32_t rows, bool want_logits,
-                 struct err *err)
+/* ---- scores ------------------------------------------------------------------------------- */
+
+static bool engine_feed(struct engine *engine, uint32_t slot, const int32_t *tokens, uint32_t rows,
+                        struct err *err)
 {
-    struct segment segment = {
-        .slot = engine->slot, .rows = rows, .pos = engine->state.slot_pos[engine->slot]};
-    uint32_t last = rows - 1;
-    struct batch batch = {
-        .rows = rows,
-        .segments = 1,
-        .logit_rows = want_logits ? 1 : 0,
-        .tokens = tokens,
-        .segment = &segment,
-        .logit_row = &last,
-    };
-    assert(segment.pos == engine->held.len);
-    if (!graph_forward(engine->graph, &batch, err)) {
-        engine_forget(engine);
-        return false;
-    }
-    for (uint32_t i = 0; i < rows; i++)
-        token_list_push(&engine->held, tokens[i]);
-    return true;
+    struct segment segment = {.slot = slot, .rows = rows, .pos = engine->state.slot_pos[slot]};
+    struct batch batch = {.rows = rows, .segments = 1, .tokens = tokens, .segment = &segment};
+    return graph_forward(engine->graph, &batch, err);
 }
 
 /* Hands on_row the logits of all `rows` rows of the batch just run, which begin at position
@@ -291,13 +302,18 @@ bool engine_score(struct engine *engine, const int32_t *ids, size_t n, uint32_t 
     if (n > engine->ctx)
         return err_set(err, ERR_RESOURCE, "%zu tokens are more than the context of %u", n,
                        engine->ctx);
-    engine_forget(engine);
+    /* What engine_generate has kept would take pages from this. */
+    scheduler_close(engine->own);
+    engine->own = NULL;
+    uint32_t slot;
+    if (!state_acquire(&engine->state, &slot, err))
+        return false;
     bool ok = true, stopped = false;
     for (size_t done = 0; ok && !stopped && done < n; done += step) {
         uint32_t rows = n - done < step ? (uint32_t)(n - done) : step;
-        ok = engine_feed(engine, ids + done, rows, false, err) &&
+        ok = engine_feed(engine, slot, ids + done, rows, err) &&
              engine_score_rows(engine, done, rows, on_row, user, &stopped, err);
     }
-    engine_forget(engine);
+    state_release(&engine->state, slot);
     return ok;
 }

@@ -62,7 +62,8 @@ struct engine_request {
     uint32_t top_logprobs;
     bool show_special; /* special tokens appear in the text (run --raw) */
     /* Prompt lengths at which the prefix cache keeps the recurrent states, besides its own: the end
-     * of the system and tools block, and where the generation prompt begins. 0: none. */
+     * of the system and tools block, and where the generation prompt begins. 0: none; with neither,
+     * all of the prompt but its last token is kept. */
     uint32_t keep_at[2];
     bool thinking_open;    /* the prompt ends inside a think block */
     uint32_t think_tokens; /* with thinking_open: that many tokens, then "</think>" is forced;
@@ -85,10 +86,9 @@ struct engine_result {
     double prefill_s, decode_s, first_token_s;
 };
 
-/* Runs one request to its end. What the engine's last request left is reused when the new prompt
- * begins with exactly that and goes on; otherwise the prompt is read from its beginning. (A prompt
- * equal to what is held has no token left to feed, and a recurrent state cannot step back.) After a
- * failure the result holds nothing and the engine is usable. */
+/* Runs one request to its end, on a scheduler of its own; not beside another one's steps. What
+ * earlier requests left is reused where the prompt begins alike (engine/cache.h). After a failure
+ * the result holds nothing and the engine is usable. */
 bool engine_generate(struct engine *engine, const struct engine_request *request,
                      struct engine_result *result, struct err *err);
 

@@ -504,6 +504,22 @@ bool graph_read_argmax(struct graph *graph, uint32_t i, int32_t *token, struct e
     return true;
 }
 
+bool graph_read_choices(struct graph *graph, int32_t *tokens, struct err *err)
+{
+    const struct argmax_args args = {
+        .rows = graph->logit_rows,
+        .vocab = graph->model->config.vocab,
+        .logits = graph->memory.logits, /* f32 [logit_rows, vocab] */
+        .ids = graph->memory.chosen,
+    };
+    if (graph->logit_rows) {
+        device_ops(graph->device)->argmax(graph->device, &args);
+        device_calls(graph->device)
+            ->read(graph->device, tokens, graph->memory.chosen, 4ull * graph->logit_rows);
+    }
+    return device_calls(graph->device)->sync(graph->device, err);
+}
+
 void graph_set_probe(struct graph *graph,
                      void (*probe)(void *user, int layer, const float *x, uint32_t rows),
                      void *user)

@@ -44,6 +44,10 @@ bool graph_read_logits(struct graph *graph, uint32_t i, float *out, struct err *
 /* argmax of logit row i (ties to the lowest id; NaN or no finite logit is an ERR_INTERNAL). */
 bool graph_read_argmax(struct graph *graph, uint32_t i, int32_t *token, struct err *err);
 
+/* argmax of every logit row, i32 [logit_rows] of the batch, with one wait; a row whose logits hold
+ * NaN or no finite number gets -1, and the others are right all the same. */
+bool graph_read_choices(struct graph *graph, int32_t *tokens, struct err *err);
+
 /* Called after the embedding (layer -1) and after every layer with x, f32 [rows, hidden]; for
  * tests and debugging. Null stops it. */
 void graph_set_probe(struct graph *graph,

@@ -60,6 +60,13 @@ static uint64_t state_table_bytes(const struct state_limits *limits)
     return state_times(limits->slots, 4 * state_pages_of(limits->ctx));
 }
 
+uint64_t state_page_bytes(const struct state *state)
+{
+    const struct config *config = &state->model->config;
+    uint64_t element = state->limits.kv_kind == KV_BF16 ? 2 : 4;
+    return 2ull * config->attention_layers * config->kv_heads * KV_PAGE * CONFIG_HEAD_DIM * element;
+}
+
 uint64_t state_bytes(const struct config *config, const struct state_limits *limits)
 {
     uint64_t kv = state_times(2ull * config->attention_layers, state_kv_bytes(config, limits));
@@ -167,15 +174,35 @@ bool state_acquire(struct state *state, uint32_t *slot, struct err *err)
     return err_set(err, ERR_RESOURCE, "all %u sequence slots are in use", state->limits.slots);
 }
 
+void state_hold_page(struct state *state, uint32_t page)
+{
+    assert(state->page_refs[page] > 0);
+    state->page_refs[page]++;
+}
+
+void state_drop_page(struct state *state, uint32_t page)
+{
+    assert(state->page_refs[page] > 0);
+    if (--state->page_refs[page] == 0)
+        state->free_pages[state->free_count++] = page;
+}
+
+bool state_take_page(struct state *state, uint32_t *page)
+{
+    if (state->free_count == 0)
+        return false;
+    *page = state->free_pages[--state->free_count];
+    state->page_refs[*page] = 1;
+    return true;
+}
+
 /* Shrinks the slot to its first `keep` pages. */
 static void state_drop_pages(struct state *state, uint32_t slot, uint32_t keep)
 {
     const uint32_t *row = state->host_table + (size_t)slot * state->pages_max;
     while (state->slot_pages[slot] > keep) {
         uint32_t page = row[--state->slot_pages[slot]];
-        assert(state->page_refs[page] > 0);
-        if (--state->page_refs[page] == 0)
-            state->free_pages[state->free_count++] = page;
+        state_drop_page(state, page);
     }
 }
 
@@ -198,6 +225,15 @@ void state_trim(struct state *state, uint32_t slot)
     state_drop_pages(state, slot, (uint32_t)state_pages_of(state->slot_pos[slot]));
 }
 
+/* Tells the device the slot's pages from `first` on. */
+static void state_write_table(struct state *state, uint32_t slot, uint32_t first)
+{
+    struct device *device = state->model->device;
+    uint64_t at = (uint64_t)slot * state->pages_max + first;
+    device_calls(device)->write(device, span_at(state->page_table, 4 * at), state->host_table + at,
+                                4ull * (state->slot_pages[slot] - first));
+}
+
 bool state_reserve(struct state *state, uint32_t slot, uint32_t rows, struct err *err)
 {
     assert(state->slot_used[slot]);
@@ -215,16 +251,23 @@ bool state_reserve(struct state *state, uint32_t slot, uint32_t rows, struct err
                        "%u more KV pages of %d positions are needed and %llu are free", want - have,
                        KV_PAGE, (unsigned long long)state->free_count);
     uint32_t *row = state->host_table + (size_t)slot * state->pages_max;
-    for (uint32_t i = have; i < want; i++) {
-        row[i] = state->free_pages[--state->free_count];
-        state->page_refs[row[i]] = 1;
-    }
+    for (uint32_t i = have; i < want; i++)
+        state_take_page(state, &row[i]);
     state->slot_pages[slot] = want;
-    struct device *device = state->model->device;
-    uint64_t first = (uint64_t)slot * state->pages_max + have;
-    device_calls(device)->write(device, span_at(state->page_table, 4 * first), row + have,
-                                4ull * (want - have));
+    state_write_table(state, slot, have);
     return true;
+}
+
+void state_attach_pages(struct state *state, uint32_t slot, const uint32_t *page, uint32_t count)
+{
+    assert(state->slot_used[slot] && state->slot_pages[slot] == 0 && count <= state->pages_max);
+    uint32_t *row = state->host_table + (size_t)slot * state->pages_max;
+    for (uint32_t i = 0; i < count; i++) {
+        state_hold_page(state, page[i]);
+        row[i] = page[i];
+    }
+    state->slot_pages[slot] = count;
+    state_write_table(state, slot, 0);
 }
 
 struct span state_k_pages(const struct state *state, uint32_t layer)

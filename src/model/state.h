@@ -28,7 +28,7 @@ struct state {
     bool *slot_used;        /* [slots] */
     uint32_t *free_pages;   /* stack [pages] */
     uint64_t free_count;
-    uint32_t *page_refs; /* [pages]: owners of a page (sequences, and later the prefix cache) */
+    uint32_t *page_refs; /* [pages]: owners of a page (sequences, the prefix cache) */
     uint32_t *ordinal;   /* [layers]: how many layers of the same kind come before this one */
 };
 
@@ -49,6 +49,16 @@ void state_reset(struct state *state, uint32_t slot);
 bool state_reserve(struct state *state, uint32_t slot, uint32_t rows, struct err *err);
 /* Gives back the pages beyond the slot's position: undoes a state_reserve that was not used. */
 void state_trim(struct state *state, uint32_t slot);
+
+/* Bytes of one page number: K and V of every attention layer. */
+uint64_t state_page_bytes(const struct state *state);
+/* The slot (empty) begins with `count` pages that others own too; it never writes to them. */
+void state_attach_pages(struct state *state, uint32_t slot, const uint32_t *page, uint32_t count);
+/* One more owner of a page; one fewer, and the page is free when none is left. */
+void state_hold_page(struct state *state, uint32_t page);
+void state_drop_page(struct state *state, uint32_t page);
+/* Takes a free page for an owner that is not a slot; fails when the pool is empty. */
+bool state_take_page(struct state *state, uint32_t *page);
 
 /* Where a layer's memory lies; `layer` is the model's layer number. */
 struct span state_k_pages(const struct state *state, uint32_t layer);
