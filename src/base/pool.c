@@ -1,8 +1,11 @@
 /* Owns the worker threads and the one job that they work on.
  *
- * A job is published by one 64-bit store of (tasks, 0) to `ticket`, and a task is taken by adding 1
- * to it, which returns count and index of the same moment. That keeps late workers harmless: a
- * ticket whose index is below its count belongs to the job that is running, because the caller
+ * A job's tasks are cut into one run for each thread, so that each reads memory of its own in
+ * order: two threads that take neighbouring tasks in turn get a fifth less from a machine's memory.
+ * Whoever has ended its run helps with the others'.
+ * A run is published by one 64-bit store of (end, first) to its ticket, and a task is taken by
+ * adding 1 to it, which returns end and index of the same moment. That keeps late workers harmless:
+ * a ticket whose index is below its end belongs to the job that is running, because the caller
  * replaces fn and arg only when every task of the old job has been counted in `done`. */
 #include "base/pool.h"
 
@@ -26,13 +29,13 @@ enum {
 };
 
 struct pool_worker {
+    _Alignas(64) _Atomic uint64_t ticket; /* of its run: end << 32 | next */
     struct pool *pool;
     pthread_t thread;
     int index;
 };
 
 struct pool {
-    _Alignas(64) _Atomic uint64_t ticket; /* tasks << 32 | next */
     _Alignas(64) _Atomic uint32_t done;
     _Alignas(64) pool_fn *fn;
     void *arg;
@@ -40,8 +43,8 @@ struct pool {
     atomic_bool closing;
     pthread_mutex_t lock;
     pthread_cond_t wake;
-    int threads, started; /* started: workers, the caller not counted */
-    struct pool_worker *workers;
+    int threads, started;        /* started: workers, the caller not counted */
+    struct pool_worker *workers; /* [threads]: the first stands for the caller */
     pthread_t caller; /* the thread that ran the last job, pinned; valid when has_caller */
     bool has_caller;
 };
@@ -55,20 +58,30 @@ static inline void pool_pause(void)
 #endif
 }
 
+static bool pool_ticket_is_open(uint64_t t)
+{
+    return (uint32_t)t < t >> 32;
+}
+
 static bool pool_has_task(struct pool *pool)
 {
-    uint64_t t = atomic_load(&pool->ticket);
-    return (uint32_t)t < t >> 32;
+    for (int i = 0; i < pool->threads; i++)
+        if (pool_ticket_is_open(atomic_load(&pool->workers[i].ticket)))
+            return true;
+    return false;
 }
 
 static void pool_work(struct pool *pool, int worker)
 {
-    while (pool_has_task(pool)) {
-        uint64_t t = atomic_fetch_add(&pool->ticket, 1);
-        if ((uint32_t)t >= t >> 32)
-            return;
-        pool->fn(pool->arg, (uint32_t)t, worker);
-        atomic_fetch_add_explicit(&pool->done, 1, memory_order_release);
+    for (int i = 0; i < pool->threads; i++) {
+        _Atomic uint64_t *ticket = &pool->workers[(worker + i) % pool->threads].ticket;
+        while (pool_ticket_is_open(atomic_load(ticket))) {
+            uint64_t t = atomic_fetch_add(ticket, 1);
+            if (!pool_ticket_is_open(t))
+                break;
+            pool->fn(pool->arg, (uint32_t)t, worker);
+            atomic_fetch_add_explicit(&pool->done, 1, memory_order_release);
+        }
     }
 }
 
@@ -174,15 +187,20 @@ bool pool_open(int threads, struct pool **out, struct err *err)
     if (threads > POOL_THREADS_MAX)
         threads = POOL_THREADS_MAX;
     struct pool *pool = mem_try(1, sizeof *pool);
-    if (!pool)
+    struct pool_worker *workers = mem_try((size_t)threads, sizeof *workers);
+    if (!pool || !workers) {
+        free(pool);
+        free(workers);
         return err_set(err, ERR_RESOURCE, "no memory for a thread pool; free some and try again");
+    }
     pool->threads = threads;
-    pool->workers = mem_new((size_t)threads, sizeof *pool->workers);
+    pool->workers = workers;
     pthread_mutex_init(&pool->lock, NULL);
     pthread_cond_init(&pool->wake, NULL);
     for (int i = 1; i < threads; i++) {
         struct pool_worker *worker = &pool->workers[i];
-        *worker = (struct pool_worker){.pool = pool, .index = i};
+        worker->pool = pool;
+        worker->index = i;
         int rc = pthread_create(&worker->thread, NULL, pool_main, worker);
         if (rc) {
             err_set(err, ERR_RESOURCE, "thread %d of %d did not start (%s); ask for fewer threads",
@@ -241,7 +259,8 @@ void pool_run(struct pool *pool, pool_fn *fn, void *arg, uint32_t tasks)
     pool->fn = fn;
     pool->arg = arg;
     atomic_store_explicit(&pool->done, 0, memory_order_relaxed);
-    atomic_store(&pool->ticket, (uint64_t)tasks << 32);
+    for (uint64_t i = 0, n = (uint64_t)pool->threads; i < n; i++)
+        atomic_store(&pool->workers[i].ticket, (i + 1) * tasks / n << 32 | i * tasks / n);
     pool_wake(pool);
     pool_work(pool, 0);
     /* What is left is at most one task a worker: worth spinning for, unless the machine is busy and
