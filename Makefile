@@ -21,10 +21,11 @@ CC ?= cc
 PKG_CONFIG ?= pkg-config
 PKGS := jansson libutf8proc
 TEST_PKGS := cmocka libpcre2-8
+# macOS has these itself; SHA-256 is in its libc.
 ifeq ($(UNAME),Darwin)
-LDLIBS += -ledit
+LDLIBS += -ledit -lcurl
 else
-PKGS += libedit
+PKGS += libedit libcurl nettle
 endif
 CPPFLAGS += -Isrc -I$(B)/gen -D_GNU_SOURCE $(shell $(PKG_CONFIG) --cflags $(PKGS))
 WARN := -Wall -Wextra -Wshadow -Wstrict-prototypes -Wmissing-prototypes -Wpointer-arith -Wvla

@@ -22,6 +22,7 @@ int cmd_bench(int argc, char **argv);
 int cmd_chat(int argc, char **argv);
 int cmd_eval(int argc, char **argv);
 int cmd_info(int argc, char **argv);
+int cmd_pull(int argc, char **argv);
 int cmd_quantize(int argc, char **argv);
 int cmd_render(int argc, char **argv);
 int cmd_run(int argc, char **argv);

@@ -3,6 +3,7 @@
 
 #include "backend/device.h"
 #include "base/mem.h"
+#include "cmd/load.h"
 #include "model/graph.h"
 
 #include <getopt.h>
@@ -19,7 +20,7 @@ static const char info_help[] =
     "a decoded token, the memory that a context takes, and whether that fits here. The weights\n"
     "themselves are not read.\n"
     "\n"
-    "  -m, --model DIR     model folder (default: the demo model)\n"
+    "  -m, --model MODEL   folder, or name of a pulled model (default: the demo model)\n"
     "      --ctx N         positions of context (default: the model's own)\n"
     "      --slots N       sequences at a time (default 1)\n"
     "      --chunk N       prompt rows a step (default 512)\n"
@@ -290,12 +291,9 @@ static bool info_gather(struct info *info, struct err *err)
 static int info_run(struct info *info)
 {
     struct err err;
-    if (!info->folder)
-        info->folder = cmd_default_model();
-    if (!info->folder)
-        return cmd_usage("info",
-                         "name a model folder with -m DIR; the demo model is not installed");
-    bool ok = info_gather(info, &err);
+    char *named = info->folder;
+    bool ok = load_find(named, &info->folder, &err) && info_gather(info, &err);
+    free(named);
     if (ok && info->json) {
         info_print_json(info);
     } else if (ok) {

@@ -2,6 +2,7 @@
 
 #include "base/clock.h"
 #include "cmd/cmd.h"
+#include "cmd/store.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -67,13 +68,23 @@ static void load_show_progress(void *user, uint64_t done, uint64_t total)
     fprintf(stderr, "\rloading %.1f of %.1f GB\033[K", (double)done * 1e-9, (double)total * 1e-9);
 }
 
+bool load_find(const char *named, char **out, struct err *err)
+{
+    if (named)
+        return store_find(named, out, err);
+    *out = cmd_default_model();
+    return *out ||
+           err_set(err, ERR_USAGE, "the demo model is not there; name a model with -m MODEL");
+}
+
 bool load_engine(const struct engine_options *options, struct engine **out, struct err *err)
 {
     struct engine_options full = *options;
     struct load_progress progress = {.start_ns = clock_now_ns()};
-    char *found = NULL;
-    if (!full.model && !(full.model = found = cmd_default_model()))
-        return err_set(err, ERR_USAGE, "the demo model is not there; name a model with -m DIR");
+    char *found;
+    if (!load_find(options->model, &found, err))
+        return false;
+    full.model = found;
     if (isatty(STDERR_FILENO)) {
         full.progress = load_show_progress;
         full.progress_user = &progress;

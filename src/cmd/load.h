@@ -27,7 +27,7 @@ enum {
 
 /* Their lines for --help. */
 #define LOAD_HELP                                                                                  \
-    "  -m, --model DIR    model folder (default: the demo model)\n"                                \
+    "  -m, --model MODEL  folder, or name of a pulled model (default: the demo model)\n"           \
     "      --backend NAME cpu, cpu/ref, ... (default: the best one here)\n"                        \
     "      --threads N    CPU workers (default: one a core)\n"                                     \
     "      --ctx N        positions of context (default: the model's own, as far as it fits)\n"    \
@@ -39,6 +39,10 @@ enum {
 /* Takes the option c of getopt_long when it is one of LOAD_OPTIONS; else *taken is false. */
 bool load_option(int c, const char *text, struct engine_options *options, bool *taken,
                  struct err *err);
+
+/* The folder of the model that -m names (see store_find), or of the demo model when named is null.
+ * The caller frees *out. */
+bool load_find(const char *named, char **out, struct err *err);
 
 /* Opens the engine, with progress on a terminal; without a model the demo model. */
 bool load_engine(const struct engine_options *options, struct engine **out, struct err *err);

@@ -11,6 +11,7 @@ static const struct cmd commands[] = {
     {"chat", "talk with the model", cmd_chat},
     {"eval", "perplexity of a text; agreement with a reference", cmd_eval},
     {"info", "what a checkpoint is, what it takes, whether it fits here", cmd_info},
+    {"pull", "fetch a model from a Hugging Face hub", cmd_pull},
     {"quantize", "turn a bf16 checkpoint into MLX affine form", cmd_quantize},
     {"render", "a chat request to the exact prompt that the model sees", cmd_render},
     {"run", "answer one prompt", cmd_run},

@@ -276,10 +276,9 @@ bool measure_run(const struct measure_options *options, struct measure *out, str
     memset(out, 0, sizeof *out);
     if (options->batch == 1)
         return measure_one(options, out, err);
-    char *found = options->engine.model ? NULL : cmd_default_model();
-    const char *folder = found ? found : options->engine.model;
-    bool ok = folder ? measure_batch(options, folder, out, err)
-                     : err_set(err, ERR_USAGE, "the demo model is not there; name one with -m DIR");
+    char *found;
+    bool ok =
+        load_find(options->engine.model, &found, err) && measure_batch(options, found, out, err);
     free(found);
     return ok;
 }

@@ -2,6 +2,7 @@
 #include "cmd/cmd.h"
 
 #include "base/clock.h"
+#include "cmd/load.h"
 #include "model/quantize.h"
 
 #include <getopt.h>
@@ -19,7 +20,7 @@ static const char quantize_help[] =
     "is\n"
     "read block by block.\n"
     "\n"
-    "  -m, --model DIR     the bf16 checkpoint\n"
+    "  -m, --model MODEL   the bf16 checkpoint: a folder, or the name of a pulled model\n"
     "  -o, --output DIR    the folder to write; made when missing\n"
     "      --bits N        2, 3, 4 (default), 5, 6 or 8\n"
     "      --group N       weights that share a scale: 32, 64 (default) or 128\n"
@@ -108,7 +109,11 @@ static int quantize_run(struct quantize_request *request)
         request->options.progress = cmd_show_progress;
         request->options.progress_user = &last_ns;
     }
-    if (!quantize_checkpoint(request->from, request->to, &request->options, &err))
+    char *from;
+    bool ok = load_find(request->from, &from, &err) &&
+              quantize_checkpoint(from, request->to, &request->options, &err);
+    free(from);
+    if (!ok)
         return cmd_fail("quantize", &err);
     fprintf(stderr, "wrote %s in %.1f s; try: calla info -m %s\n", request->to,
             clock_seconds_since(start), request->to);

@@ -3,6 +3,7 @@
 
 #include "base/buf.h"
 #include "base/file.h"
+#include "cmd/load.h"
 #include "text/tokenizer.h"
 
 #include <errno.h>
@@ -25,7 +26,8 @@ static const char tokenize_help[] =
     "input to its end. Several TEXTs are joined by single spaces. The text is taken as it is: a\n"
     "final newline counts, and no chat template is applied.\n"
     "\n"
-    "  -m, --model DIR   model folder; tokenizer.json is enough (default: the demo model)\n"
+    "  -m, --model MODEL folder (tokenizer.json is enough) or pulled model (default: the demo "
+    "model)\n"
     "  -d, --decode      ids to text; an id without text gives nothing\n"
     "      --json        line by line: each line of standard input is a JSON string, each line\n"
     "                    out a JSON array of its ids; with --decode the other way round\n"
@@ -212,10 +214,11 @@ int cmd_tokenize(int argc, char **argv)
     }
     if (options.json && optind < argc)
         return cmd_usage("tokenize", "--json reads standard input; it takes no TEXT or ID");
-    char *found = named ? NULL : cmd_default_model();
-    if (!named && !found)
-        return cmd_usage("tokenize", "the demo model is not there; name a model with -m DIR");
-    int code = tokenize_run(named ? named : found, argc - optind, argv + optind, &options);
+    char *found;
+    struct err err;
+    if (!load_find(named, &found, &err))
+        return cmd_fail("tokenize", &err);
+    int code = tokenize_run(found, argc - optind, argv + optind, &options);
     free(found);
     return code;
 }
