@@ -1,0 +1,483 @@
+/* Owns the build: which rule each schema has become, and where in the document the work is.
+ *
+ * Invariant: each schema object is built once, under its address, before its parts are looked at;
+ * so $ref may lead anywhere, and the size is linear in the schema. Values are compact JSON with
+ * at most one space behind ':' and ',': a model cannot loop on white space. Numbers have at most
+ * 18 + 17 digits for the same reason. */
+#include "text/schema.h"
+
+#include "base/buf.h"
+#include "base/mem.h"
+#include "text/jsonform.h"
+#include "text/pyjson.h"
+#include "text/values.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    SCHEMA_MAX_DEPTH = 100,
+    SCHEMA_MAX_MEMBERS = 1024, /* properties of an object */
+    SCHEMA_MAX_COUNT = 8192,   /* minItems, maxLength and the like */
+    SCHEMA_MAX_SCHEMAS = 8192,
+    SCHEMA_ALL =
+        VALUES_STRING | VALUES_NUMBER | VALUES_BOOLEAN | VALUES_NULL | VALUES_ARRAY | VALUES_OBJECT
+};
+
+struct schema_known {
+    const json_t *schema;
+    uint32_t rule;
+};
+
+struct schema_build {
+    struct automaton *a;
+    const json_t *root;
+    struct schema_known *known;
+    size_t known_count, known_cap;
+    struct jsonform form;
+    struct buf path;
+    unsigned depth;
+    struct err *err;
+};
+
+static bool schema_value(struct schema_build *b, const json_t *schema, uint32_t *rule);
+
+static const char *schema_place(const struct schema_build *b)
+{
+    return b->path.len ? b->path.data : "/";
+}
+
+static bool schema_refuse(struct schema_build *b, const char *keyword, const char *why)
+{
+    return err_set(b->err, ERR_USAGE, "the schema's keyword %.64s at %.400s %s", keyword,
+                   schema_place(b), why);
+}
+
+static size_t schema_enter(struct schema_build *b, const char *key)
+{
+    size_t len = b->path.len;
+    buf_printf(&b->path, "/%.100s", key);
+    return len;
+}
+
+static void schema_leave(struct schema_build *b, size_t len)
+{
+    b->path.len = len;
+    b->path.data[len] = 0;
+}
+
+static bool schema_count(struct schema_build *b, const json_t *schema, const char *key, long none,
+                         long *out)
+{
+    const json_t *value = json_object_get(schema, key);
+    *out = none;
+    if (!value)
+        return true;
+    json_int_t n = json_integer_value(value);
+    if (!json_is_integer(value) || n < 0)
+        return schema_refuse(b, key, "must be a whole number of 0 or more");
+    if (n > SCHEMA_MAX_COUNT)
+        return schema_refuse(b, key, "is over the limit of 8192; leave it out or lower it");
+    *out = (long)n;
+    return true;
+}
+
+/* Keywords that say nothing about the value, or that are handled below. */
+static bool schema_check_keywords(struct schema_build *b, const json_t *schema)
+{
+    static const char *const fine[] = {
+        "type",       "properties",  "required", "additionalProperties",
+        "enum",       "const",       "items",    "minItems",
+        "maxItems",   "prefixItems", "anyOf",    "oneOf",
+        "allOf",      "$ref",        "$defs",    "definitions",
+        "minLength",  "maxLength",   "minimum",  "nullable",
+        "title",      "description", "default",  "examples",
+        "example",    "$schema",     "$comment", "$id",
+        "deprecated", "readOnly",    "writeOnly"};
+    const char *key;
+    json_t *value;
+    json_object_foreach((json_t *)schema, key, value)
+    {
+        size_t i = 0;
+        while (i < sizeof fine / sizeof *fine && strcmp(fine[i], key) != 0)
+            i++;
+        if (i == sizeof fine / sizeof *fine)
+            return schema_refuse(b, key,
+                                 "is not supported in constrained answers; remove it, or state it "
+                                 "in the description");
+    }
+    return true;
+}
+
+static bool schema_types(struct schema_build *b, const json_t *schema, unsigned *types)
+{
+    static const char *const names[] = {"string", "integer", "number", "boolean",
+                                        "null",   "array",   "object"};
+    const json_t *type = json_object_get(schema, "type");
+    size_t count = json_is_array(type) ? json_array_size(type) : type != NULL;
+    *types = 0;
+    for (size_t i = 0; i < count; i++) {
+        const char *name = json_string_value(json_is_array(type) ? json_array_get(type, i) : type);
+        size_t k = 0;
+        while (k < 7 && (!name || strcmp(name, names[k]) != 0))
+            k++;
+        if (k == 7)
+            return schema_refuse(b, "type",
+                                 "must name string, integer, number, boolean, null, "
+                                 "array or object");
+        *types |= 1u << k;
+    }
+    if (!count) {
+        if (json_object_get(schema, "properties") || json_object_get(schema, "required") ||
+            json_object_get(schema, "additionalProperties"))
+            *types |= VALUES_OBJECT;
+        if (json_object_get(schema, "items") || json_object_get(schema, "prefixItems") ||
+            json_object_get(schema, "minItems") || json_object_get(schema, "maxItems"))
+            *types |= VALUES_ARRAY;
+        if (json_object_get(schema, "minLength") || json_object_get(schema, "maxLength"))
+            *types |= VALUES_STRING;
+        if (json_object_get(schema, "minimum"))
+            *types |= VALUES_NUMBER;
+        if (!*types)
+            *types = SCHEMA_ALL;
+    } else if (json_is_true(json_object_get(schema, "nullable"))) {
+        *types |= VALUES_NULL;
+    }
+    return true;
+}
+
+static bool schema_enum(struct schema_build *b, uint32_t from, uint32_t end, const json_t *schema)
+{
+    const json_t *list = json_object_get(schema, "enum"), *one = json_object_get(schema, "const");
+    static const char *const others[] = {"properties", "items",     "anyOf",     "oneOf",  "allOf",
+                                         "$ref",       "minLength", "maxLength", "minimum"};
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++)
+        if (json_object_get(schema, others[i]))
+            return schema_refuse(b, others[i], "is not supported beside enum or const");
+    if (list && one)
+        return schema_refuse(b, "const", "is not supported beside enum");
+    if (list && (!json_is_array(list) || !json_array_size(list)))
+        return schema_refuse(b, "enum", "must be a list of one value or more");
+    for (size_t i = 0; i < (list ? json_array_size(list) : 1); i++) {
+        const json_t *value = list ? json_array_get(list, i) : one;
+        char *text = json_dumps(value, JSON_COMPACT | JSON_ENCODE_ANY);
+        if (!text)
+            return schema_refuse(b, list ? "enum" : "const", "holds a value that is not JSON");
+        automaton_add_empty(b->a, automaton_add_shared(b->a, from, text, strlen(text)), end);
+        free(text);
+    }
+    return true;
+}
+
+static bool schema_array(struct schema_build *b, uint32_t from, uint32_t end, const json_t *schema)
+{
+    long min, max;
+    if (!schema_count(b, schema, "minItems", 0, &min) ||
+        !schema_count(b, schema, "maxItems", -1, &max))
+        return false;
+    const json_t *items = json_object_get(schema, "items"),
+                 *first = json_object_get(schema, "prefixItems");
+    size_t count = json_array_size(first);
+    if (first && (!count || count > SCHEMA_MAX_MEMBERS))
+        return schema_refuse(b, "prefixItems", "must be a list of 1 to 1024 schemas");
+    if (max >= 0 && min > max)
+        return schema_refuse(b, "minItems", "is above maxItems: nothing fits");
+    uint32_t *rules = mem_new(count + 1, sizeof *rules), item = 0;
+    bool ok = true;
+    for (size_t i = 0; i < count && ok; i++) {
+        size_t len = schema_enter(b, "prefixItems");
+        ok = schema_value(b, json_array_get(first, i), &rules[i]);
+        schema_leave(b, len);
+    }
+    size_t len = schema_enter(b, "items");
+    if (!items)
+        item = jsonform_any(&b->form);
+    else
+        ok = ok && schema_value(b, items, &item);
+    schema_leave(b, len);
+    if (ok)
+        jsonform_items(&b->form, from, end, rules, count, item, min, max);
+    free(rules);
+    return ok;
+}
+
+static bool schema_is_required(const json_t *schema, const char *key)
+{
+    const json_t *list = json_object_get(schema, "required");
+    for (size_t i = 0; i < json_array_size(list); i++) {
+        const char *name = json_string_value(json_array_get(list, i));
+        if (name && !strcmp(name, key))
+            return true;
+    }
+    return false;
+}
+
+static bool schema_check_object(struct schema_build *b, const json_t *schema)
+{
+    const json_t *all = json_object_get(schema, "properties"),
+                 *required = json_object_get(schema, "required"),
+                 *more = json_object_get(schema, "additionalProperties");
+    if (all && !json_is_object(all))
+        return schema_refuse(b, "properties", "must be an object");
+    if (json_object_size(all) > SCHEMA_MAX_MEMBERS)
+        return schema_refuse(b, "properties", "has over 1024 members; split the object");
+    if (required && !json_is_array(required))
+        return schema_refuse(b, "required", "must be a list of names");
+    for (size_t i = 0; i < json_array_size(required); i++) {
+        const char *name = json_string_value(json_array_get(required, i));
+        if (!name || !json_object_get(all, name))
+            return schema_refuse(b, "required", "names a property that properties lacks");
+    }
+    if (json_object_size(all) && more && !json_is_false(more))
+        return schema_refuse(b, "additionalProperties",
+                             "must be false or left out beside properties: further members are "
+                             "not generated");
+    return true;
+}
+
+/* The node behind `"key": `; what follows is the value. */
+static uint32_t schema_key(struct automaton *a, uint32_t from, const char *key)
+{
+    struct buf text = {0};
+    buf_append_char(&text, '"');
+    pyjson_append_escaped(&text, key, strlen(key));
+    buf_append_text(&text, "\":");
+    uint32_t at = automaton_add_text(a, from, text.data);
+    buf_free(&text);
+    return jsonform_space(a, at);
+}
+
+/* Two chains run beside each other, before and after the first member that is written. */
+static bool schema_object(struct schema_build *b, uint32_t from, uint32_t end, const json_t *schema)
+{
+    struct automaton *a = b->a;
+    const json_t *all = json_object_get(schema, "properties"),
+                 *more = json_object_get(schema, "additionalProperties");
+    if (!schema_check_object(b, schema))
+        return false;
+    if (!all && !json_is_object(more)) {
+        if (json_is_false(more))
+            automaton_add_empty(a, automaton_add_text(a, from, "{}"), end);
+        else
+            automaton_add_call(a, from, end, jsonform_free_object(&b->form));
+        return true;
+    }
+    uint32_t none = jsonform_step(a, from, '{', '{'), some = automaton_add_node(a), value;
+    if (!json_object_size(all) && json_is_object(more)) {
+        size_t len = schema_enter(b, "additionalProperties");
+        bool ok = schema_value(b, more, &value);
+        schema_leave(b, len);
+        automaton_add_byte(a, none, end, '}', '}');
+        automaton_add_empty(a, none, some);
+        jsonform_members(&b->form, some, end, value);
+        return ok;
+    }
+    const char *key;
+    json_t *property;
+    json_object_foreach((json_t *)all, key, property)
+    {
+        size_t len = schema_enter(b, "properties"), inner = schema_enter(b, key);
+        bool ok = schema_value(b, property, &value);
+        schema_leave(b, inner);
+        schema_leave(b, len);
+        if (!ok)
+            return false;
+        uint32_t name = automaton_add_node(a), none2 = automaton_add_node(a),
+                 some2 = automaton_add_node(a);
+        automaton_add_empty(a, none, name);
+        automaton_add_empty(a, jsonform_space(a, jsonform_step(a, some, ',', ',')), name);
+        automaton_add_call(a, schema_key(a, name, key), some2, value);
+        if (!schema_is_required(schema, key)) {
+            automaton_add_empty(a, none, none2);
+            automaton_add_empty(a, some, some2);
+        }
+        none = none2;
+        some = some2;
+    }
+    automaton_add_byte(a, none, end, '}', '}');
+    automaton_add_byte(a, some, end, '}', '}');
+    return true;
+}
+
+static bool schema_typed(struct schema_build *b, uint32_t from, uint32_t end, const json_t *schema)
+{
+    unsigned types;
+    long min, max;
+    if (!schema_types(b, schema, &types) || !schema_count(b, schema, "minLength", 0, &min) ||
+        !schema_count(b, schema, "maxLength", -1, &max))
+        return false;
+    if (max >= 0 && min > max)
+        return schema_refuse(b, "minLength", "is above maxLength: nothing fits");
+    const json_t *minimum = json_object_get(schema, "minimum");
+    if (minimum && (!json_is_number(minimum) || json_number_value(minimum) != 0))
+        return schema_refuse(b, "minimum", "is supported for 0 only; state it in the description");
+    if (types & VALUES_STRING) {
+        if (!min && max < 0)
+            automaton_add_call(b->a, from, end, jsonform_string(&b->form));
+        else
+            jsonform_string_body(&b->form, jsonform_step(b->a, from, '"', '"'), end, min, max);
+    }
+    if (types & (VALUES_NUMBER | VALUES_INTEGER))
+        automaton_add_call(b->a, from, end,
+                           jsonform_number(&b->form, !(types & VALUES_NUMBER), minimum != NULL));
+    jsonform_words(b->a, from, end, types);
+    return (!(types & VALUES_ARRAY) || schema_array(b, from, end, schema)) &&
+           (!(types & VALUES_OBJECT) || schema_object(b, from, end, schema));
+}
+
+/* The target of a $ref into the same document. */
+static const json_t *schema_follow(const json_t *at, const char *ref)
+{
+    if (!ref || *ref++ != '#')
+        return NULL;
+    while (at && *ref == '/') {
+        char name[256];
+        size_t n = 0;
+        for (ref++; *ref && *ref != '/' && n < sizeof name - 1; ref++) {
+            bool escape = ref[0] == '~' && (ref[1] == '0' || ref[1] == '1');
+            name[n++] = escape ? (*++ref == '0' ? '~' : '/') : *ref;
+        }
+        name[n] = 0;
+        at = json_is_array(at) ? json_array_get(at, (size_t)strtoul(name, NULL, 10))
+                               : json_object_get(at, name);
+    }
+    return *ref ? NULL : at;
+}
+
+/* $ref, anyOf, oneOf and allOf of one: each alone, with nothing but notes beside it. */
+static bool schema_combined(struct schema_build *b, uint32_t from, uint32_t end,
+                            const json_t *schema, const char *keyword)
+{
+    static const char *const others[] = {"type",  "properties", "items", "anyOf",    "oneOf",
+                                         "allOf", "$ref",       "enum",  "required", "const"};
+    const json_t *parts = json_object_get(schema, keyword);
+    uint32_t rule;
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++)
+        if (strcmp(others[i], keyword) != 0 && json_object_get(schema, others[i]))
+            return schema_refuse(b, others[i],
+                                 "is not supported beside $ref, anyOf, oneOf or allOf");
+    if (!strcmp(keyword, "$ref")) {
+        const json_t *target = schema_follow(b->root, json_string_value(parts));
+        if (!target)
+            return schema_refuse(b, "$ref", "must lead to a place in the same document (#/...)");
+        if (!schema_value(b, target, &rule))
+            return false;
+        automaton_add_call(b->a, from, end, rule);
+        return true;
+    }
+    size_t count = json_array_size(parts);
+    if (!count)
+        return schema_refuse(b, keyword, "must be a list of one schema or more");
+    if (!strcmp(keyword, "allOf") && count > 1)
+        return schema_refuse(b, keyword, "is supported for one schema only; merge its parts");
+    for (size_t i = 0; i < count; i++) {
+        size_t len = schema_enter(b, keyword);
+        buf_printf(&b->path, "/%zu", i);
+        bool ok = schema_value(b, json_array_get(parts, i), &rule);
+        schema_leave(b, len);
+        if (!ok)
+            return false;
+        automaton_add_call(b->a, from, end, rule);
+    }
+    if (json_is_true(json_object_get(schema, "nullable")))
+        jsonform_words(b->a, from, end, VALUES_NULL);
+    return true;
+}
+
+/* The parts of a schema that is an object, in the order in which keywords exclude each other. */
+static bool schema_object_form(struct schema_build *b, uint32_t from, uint32_t end,
+                               const json_t *schema)
+{
+    static const char *const combined[] = {"$ref", "anyOf", "oneOf", "allOf"};
+    if (!schema_check_keywords(b, schema))
+        return false;
+    if (json_object_get(schema, "enum") || json_object_get(schema, "const"))
+        return schema_enum(b, from, end, schema);
+    for (size_t i = 0; i < 4; i++)
+        if (json_object_get(schema, combined[i]))
+            return schema_combined(b, from, end, schema, combined[i]);
+    return schema_typed(b, from, end, schema);
+}
+
+static bool schema_value(struct schema_build *b, const json_t *schema, uint32_t *rule)
+{
+    *rule = 0;
+    for (size_t i = 0; i < b->known_count; i++)
+        if (b->known[i].schema == schema) {
+            *rule = b->known[i].rule;
+            return true;
+        }
+    if (json_is_true(schema) || (json_is_object(schema) && !json_object_size(schema))) {
+        *rule = jsonform_any(&b->form);
+        return true;
+    }
+    if (!json_is_object(schema) && !json_is_false(schema))
+        return err_set(b->err, ERR_USAGE, "the schema at %.400s must be an object, true or false",
+                       schema_place(b));
+    if (b->depth >= SCHEMA_MAX_DEPTH)
+        return err_set(b->err, ERR_USAGE, "the schema nests over %d deep at %.400s; flatten it",
+                       SCHEMA_MAX_DEPTH, schema_place(b));
+    if (b->known_count >= SCHEMA_MAX_SCHEMAS)
+        return err_set(b->err, ERR_USAGE, "the schema has over %d parts at %.400s; make it smaller",
+                       SCHEMA_MAX_SCHEMAS, schema_place(b));
+    *rule = automaton_add_rule(b->a);
+    if (b->a->full)
+        return true; /* automaton_finish reports it */
+    if (b->known_count == b->known_cap) {
+        b->known_cap = b->known_cap ? b->known_cap * 2 : 64;
+        b->known = mem_grow(b->known, b->known_cap, sizeof *b->known);
+    }
+    if (json_is_false(schema))
+        return true; /* a rule without a way: nothing fits */
+    b->known[b->known_count++] = (struct schema_known){schema, *rule};
+    b->depth++;
+    bool ok = schema_object_form(b, b->a->rules[*rule].start, b->a->rules[*rule].end, schema);
+    b->depth--;
+    return ok;
+}
+
+struct schema_build *schema_open(struct automaton *automaton, const json_t *root, struct err *err)
+{
+    struct schema_build *b = mem_new(1, sizeof *b);
+    *b = (struct schema_build){.a = automaton, .form.a = automaton, .root = root, .err = err};
+    b->path.max = 4096;
+    buf_append_text(&b->path, "");
+    return b;
+}
+
+bool schema_add(struct schema_build *b, const json_t *schema, uint32_t *rule)
+{
+    return schema_value(b, schema, rule);
+}
+
+void schema_close(struct schema_build *b)
+{
+    free(b->known);
+    buf_free(&b->path);
+    free(b);
+}
+
+uint32_t schema_skip_lines(struct automaton *a, uint32_t from)
+{
+    uint32_t end = automaton_add_node(a);
+    automaton_add_empty(a, from, end);
+    for (int i = 0; i < 2; i++) {
+        from = jsonform_step(a, from, '\n', '\n');
+        automaton_add_empty(a, from, end);
+    }
+    return end;
+}
+
+bool schema_build(struct automaton *a, const json_t *schema, struct err *err)
+{
+    struct schema_build *b = schema_open(a, schema, err);
+    uint32_t rule;
+    a->root = automaton_add_rule(a);
+    bool ok = schema_value(b, schema, &rule);
+    if (ok) {
+        uint32_t at = schema_skip_lines(a, a->rules[a->root].start);
+        automaton_add_call(a, at, a->rules[a->root].end, rule);
+    }
+    schema_close(b);
+    return ok && automaton_finish(a, "the schema", err);
+}
