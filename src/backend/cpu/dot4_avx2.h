@@ -2,11 +2,11 @@
  *
  * dot4_row keeps lanes = positions of the row: the codes come from the checkpoint's own bytes by a
  * shift and a mask. dot4_panel keeps lanes = 8 outputs: 16 weight rows x 64 values are transposed
- * once into 2 KB and then meet every row of the tile, six at a time: 12 integer accumulators, 2
- * weights, an activation pair and a product fill the 16 registers, so nothing is spilled. */
+ * once into 2 KB and then meet every row of the tile, four at a time: 8 integer sums, 2 weights, an
+ * activation pair and a product stay in registers. */
 #include <immintrin.h>
 
-enum { DOT4_PANEL = 16, DOT4_MANY = 6 };
+enum { DOT4_PANEL = 16, DOT4_MANY = 4 };
 
 static inline bool dot4_has(void)
 {
@@ -152,6 +152,12 @@ SIMD_INLINE void dot4_decode(const uint8_t *codes, const uint32_t row[16], uint3
     }
 }
 
+/* *sum += v, in the same register: left to choose, gcc copies and spills the sums of dot4_block. */
+SIMD_INLINE void dot4_add(__m256i *sum, __m256i v)
+{
+    __asm__("vpaddd %1, %0, %0" : "+x"(*sum) : "x"(v));
+}
+
 /* out [n, 16] += one block of n rows of activations (a constant, up to DOT4_MANY). */
 SIMD_INLINE void dot4_block(const __m256i tile[64], const struct fast_tile *x, uint32_t g,
                             uint32_t first, int n, const float scale[16], const float bias[16],
@@ -167,8 +173,8 @@ SIMD_INLINE void dot4_block(const __m256i tile[64], const struct fast_tile *x, u
             int32_t two;
             memcpy(&two, q + t * FAST_BLOCK + 2 * pair, sizeof two);
             __m256i v = _mm256_set1_epi32(two);
-            acc[t][0] = _mm256_add_epi32(acc[t][0], _mm256_madd_epi16(w0, v));
-            acc[t][1] = _mm256_add_epi32(acc[t][1], _mm256_madd_epi16(w1, v));
+            dot4_add(&acc[t][0], _mm256_madd_epi16(w0, v));
+            dot4_add(&acc[t][1], _mm256_madd_epi16(w1, v));
         }
     }
     for (int t = 0; t < n; t++) {
@@ -198,15 +204,9 @@ SIMD_INLINE void dot4_panel(struct fast_codes w, uint32_t count, const struct fa
         dot4_decode(w.codes, row, x->blocks, g, tile);
         const float *s = scale + (size_t)g * DOT4_PANEL, *b = bias + (size_t)g * DOT4_PANEL;
         uint32_t t = 0;
-        for (; x->rows - t >= 6; t += 6)
-            dot4_block(tile, x, g, t, 6, s, b, out);
+        for (; x->rows - t >= DOT4_MANY; t += DOT4_MANY)
+            dot4_block(tile, x, g, t, DOT4_MANY, s, b, out);
         switch (x->rows - t) {
-        case 5:
-            dot4_block(tile, x, g, t, 5, s, b, out);
-            break;
-        case 4:
-            dot4_block(tile, x, g, t, 4, s, b, out);
-            break;
         case 3:
             dot4_block(tile, x, g, t, 3, s, b, out);
             break;
