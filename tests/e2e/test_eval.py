@@ -15,8 +15,8 @@ DEMO = os.path.join(DATA, "demo", "reference.json")
 LONG = os.environ.get("CALLA_TEST_LONG") == "1"
 
 
-def evaluate(*argv, stdin=None):
-    p = subprocess.run([CALLA, "eval", "--json", "--backend", "cpu/ref", *argv], input=stdin,
+def evaluate(*argv, stdin=None, backend="cpu/ref"):
+    p = subprocess.run([CALLA, "eval", "--json", "--backend", backend, *argv], input=stdin,
                        stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=3000)
     assert p.returncode == 0, p.stderr.decode()
     return json.loads(p.stdout)
@@ -47,6 +47,31 @@ def test_demo_perplexity_is_the_reference(name):
     assert abs(got["perplexity"] / want - 1) < 4e-4
     assert abs(got["ratio"] - got["perplexity"] / want) < 1e-9
     assert got["max_difference"] < 1e-3
+
+
+# The level that runs by default computes in lower precision where that pays; its bounds.
+
+@pytest.mark.parametrize("folder, name", [("fixture-hf", "bf16"), ("fixture-mlx", "mlx4")])
+@pytest.mark.parametrize("chunk", ["1", "7", "64", "512"])
+@pytest.mark.parametrize("kv", ["f32", "bf16"])
+def test_fixtures_on_the_default_level(folder, name, chunk, kv):
+    got = evaluate("-m", os.path.join(DATA, "fixtures", folder), "--reference", EXPECTED, "--set",
+                   name, "--chunk", chunk, "--kv", kv, backend="cpu")["sets"][name]
+    assert got["positions"] == 570
+    assert got["mean_difference"] <= 0.025
+    assert got["top1_agreement"] >= 0.97
+
+
+@pytest.mark.parametrize("chunk", ["1", "512"])
+def test_demo_on_the_default_level(chunk):
+    if chunk == "1" and not LONG:
+        pytest.skip("token by token; CALLA_TEST_LONG=1 runs it")
+    sets = evaluate("--reference", DEMO, "--chunk", chunk, backend="cpu")["sets"]
+    assert sorted(sets) == sorted(json.load(open(DEMO))["held_out"])
+    for name, got in sets.items():
+        assert got["mean_difference"] <= 0.01, name
+        assert got["top1_agreement"] >= 0.99, name
+        assert abs(got["ratio"] - 1) <= 1e-3, name
 
 
 def test_text_and_ids_give_the_same(tmp_path):

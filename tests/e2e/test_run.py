@@ -35,10 +35,11 @@ def agreed_length(got, case):
 
 
 @pytest.mark.parametrize("number", range(len(REFERENCE["greedy"])))
-def test_greedy_completion_is_the_reference(number):
+@pytest.mark.parametrize("backend", ["cpu/ref", "cpu"])
+def test_greedy_completion_is_the_reference(number, backend):
     case = REFERENCE["greedy"][number]
     out = run_json("--raw", "--temp", "0", "-n", str(len(case["completion"])), "-p",
-                   case["prompt_text"])
+                   case["prompt_text"], "--backend", backend)
     assert out["prompt_ids"] == case["prompt"]
     got = list(out["ids"])
     if out["finish_reason"] == "stop":

@@ -22,6 +22,7 @@
 static const char *const fixture_folder[] = {"tests/data/fixtures/fixture-hf",
                                              "tests/data/fixtures/fixture-mlx"};
 static const char *const fixture_key[] = {"bf16", "mlx4"};
+static const char *backend = "cpu/ref";
 
 enum { VOCAB = 512, ROWS = 320, SLOTS = 5 };
 
@@ -35,7 +36,7 @@ struct world {
 static void open_world_pages(struct world *w, const char *folder, uint32_t rows, uint64_t pages)
 {
     struct err err = {0};
-    struct device_options device = {.name = "cpu/ref", .threads = 1};
+    struct device_options device = {.name = backend, .threads = 1};
     struct model_options load = {0};
     memset(w, 0, sizeof *w);
     if (!device_open(&device, &w->device, &err) ||
@@ -146,6 +147,14 @@ static float worst(const float *a, const float *b, size_t n)
     return most;
 }
 
+static double mean(const float *a, const float *b, size_t n)
+{
+    double sum = 0;
+    for (size_t i = 0; i < n; i++)
+        sum += fabs((double)a[i] - b[i]);
+    return sum / (double)n;
+}
+
 /* A NaN is never within bounds. */
 static void assert_below(float value, float bound, const char *what)
 {
@@ -241,10 +250,12 @@ static void fixtures_match_transformers(void **unused)
 
 /* ---- however the tokens are cut ----------------------------------------------------------- */
 
-/* Pitfalls 71, 73, 74: lengths below the convolution's taps, at and around chunk lengths. */
-static void chunking_does_not_matter(void **unused)
+/* Lengths below the convolution's taps, at and around chunk lengths, each in chunks of many sizes
+ * against the whole. The reference differs by 1e-4 at most. A fast level has other methods for few
+ * rows than for many, and a routing flip of a random model moves a whole row: a mean of 0.025. */
+static void compare_chunks(bool fast)
 {
-    (void)unused;
+    bool all = getenv("CALLA_TEST_LONG") != NULL;
     static const uint32_t lengths[] = {1, 2, 3, 4, 5, 63, 64, 65, 129, 193, 257, 300};
     static const uint32_t chunks[] = {1, 2, 3, 7, 64, 128, 256};
     float *whole = new_rows(ROWS), *cut = new_rows(ROWS);
@@ -255,24 +266,48 @@ static void chunking_does_not_matter(void **unused)
         uint32_t slot = acquire(&w);
         random_ids(ids, ROWS, 11);
         float most = 0;
+        double most_mean = 0;
         for (size_t l = 0; l < sizeof lengths / sizeof *lengths; l++) {
             uint32_t n = lengths[l];
             score(&w, slot, ids, n, ROWS, whole);
             for (size_t c = 0; c < sizeof chunks / sizeof *chunks; c++) {
                 /* Small chunks of long texts, and long texts of both layouts, only add time. */
-                if (chunks[c] >= n || (chunks[c] < 64 && n > 65 && n != 257) || (f == 0 && n > 65))
+                bool slow = (chunks[c] < 64 && n > 65 && n != 257) || (f == 0 && n > 65);
+                if (chunks[c] >= n || (slow && !all && !fast))
                     continue;
                 score(&w, slot, ids, n, chunks[c], cut);
                 float one = worst(whole, cut, (size_t)n * VOCAB);
+                double one_mean = mean(whole, cut, (size_t)n * VOCAB);
                 most = one > most || isnan(one) ? one : most;
+                most_mean = one_mean > most_mean ? one_mean : most_mean;
             }
         }
-        print_message("%s: largest difference %g\n", fixture_folder[f], most);
-        assert_below(most, 1e-4f, fixture_folder[f]);
+        print_message("%s, %s: largest difference %g, largest mean %g\n", fixture_folder[f],
+                      device_head(w.device)->name, most, most_mean);
+        if (fast)
+            assert_below((float)most_mean, 0.025f, fixture_folder[f]);
+        else
+            assert_below(most, 1e-4f, fixture_folder[f]);
         close_world(&w);
     }
     free(whole);
     free(cut);
+}
+
+/* Pitfalls 71, 73, 74. */
+static void chunking_does_not_matter(void **unused)
+{
+    (void)unused;
+    compare_chunks(false);
+}
+
+/* Pitfalls 71, 73, 74 on the level that runs by default. */
+static void chunking_matters_little_on_the_default_level(void **unused)
+{
+    (void)unused;
+    backend = "cpu";
+    compare_chunks(true);
+    backend = "cpu/ref";
 }
 
 /* Pitfalls 62, 98, 104: sequences of different lengths in random batches give what each gives
@@ -423,10 +458,8 @@ static void on_layer(void *user, int layer, const float *x, uint32_t rows)
     probe->layers++;
 }
 
-/* Pitfall 79. */
-static void layers_match_transformers(void **unused)
+static void compare_layers(void)
 {
-    (void)unused;
     struct world w;
     struct err err = {0};
     struct file_map map;
@@ -463,6 +496,22 @@ static void layers_match_transformers(void **unused)
     close_world(&w);
     json_decref(header);
     file_map_close(&map);
+}
+
+/* Pitfall 79. */
+static void layers_match_transformers(void **unused)
+{
+    (void)unused;
+    compare_layers();
+}
+
+/* Pitfall 79 on the level that runs by default. */
+static void layers_match_on_the_default_level(void **unused)
+{
+    (void)unused;
+    backend = "cpu";
+    compare_layers();
+    backend = "cpu/ref";
 }
 
 /* ---- what can go wrong -------------------------------------------------------------------- */
@@ -555,10 +604,12 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(fixtures_match_transformers),
         cmocka_unit_test(chunking_does_not_matter),
+        cmocka_unit_test(chunking_matters_little_on_the_default_level),
         cmocka_unit_test(batches_do_not_mix_sequences),
         cmocka_unit_test(a_freed_slot_starts_afresh),
         cmocka_unit_test(projecting_later_gives_the_same),
         cmocka_unit_test(layers_match_transformers),
+        cmocka_unit_test(layers_match_on_the_default_level),
         cmocka_unit_test(damaged_numbers_are_an_error),
         cmocka_unit_test(wrong_batches_are_refused),
     };
