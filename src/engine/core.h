@@ -16,9 +16,10 @@ struct engine {
     struct defaults defaults;
     bool has_model, has_state;
     uint32_t ctx, chunk, parallel;
-    uint32_t logit_rows;   /* rows whose logits fit at a time, at least `parallel` */
-    float *logits;         /* f32 [vocab] on the host */
-    struct scheduler *own; /* engine_generate's, made when first needed */
+    uint32_t logit_rows;                 /* rows whose logits fit at a time, at least `parallel` */
+    float *logits;                       /* f32 [vocab] on the host */
+    struct grammar_vocab *grammar_vocab; /* made when a request first needs it */
+    struct scheduler *own;               /* engine_generate's, made when first needed */
 };
 
 /* Runs one request on a scheduler that no thread drives; the result is the caller's. */

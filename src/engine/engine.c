@@ -211,6 +211,7 @@ void engine_close(struct engine *engine)
     graph_close(engine->graph);
     if (engine->has_state)
         state_close(&engine->state);
+    grammar_vocab_close(engine->grammar_vocab);
     tokenizer_close(engine->tokenizer);
     if (engine->has_model)
         model_close(&engine->model);

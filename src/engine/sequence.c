@@ -34,6 +34,8 @@ static bool sequence_check(const struct engine *engine, const struct engine_requ
     for (size_t i = 0; i < request->stop_count; i++)
         if (!request->stop[i][0])
             return err_set(err, ERR_USAGE, "a stop string is empty");
+    if (request->grammar && !engine->tokenizer)
+        return err_set(err, ERR_USAGE, "this model has no tokenizer, which a grammar needs");
     if (request->top_logprobs > SEQUENCE_MAX_TOP)
         return err_set(err, ERR_USAGE, "top_logprobs is %u, at most %d are given",
                        request->top_logprobs, SEQUENCE_MAX_TOP);
@@ -72,7 +74,7 @@ static void sequence_copy(struct sequence *s, const struct engine_request *reque
     sequence_copy_stops(s, request);
 }
 
-bool sequence_open(const struct engine *engine, const struct engine_request *request,
+bool sequence_open(struct engine *engine, const struct engine_request *request,
                    struct sequence **out, struct err *err)
 {
     struct sampler_options sampling = request->sampling;
@@ -111,6 +113,7 @@ void sequence_close(struct sequence *s)
     if (!s)
         return;
     sampler_close(s->sampler);
+    grammar_run_close(s->grammar);
     stops_free(&s->stops);
     buf_free(&s->piece);
     buf_free(&s->text);
@@ -132,11 +135,34 @@ static bool sequence_must_end_thought(const struct sequence *s)
     return s->thinking && s->request.think_tokens && s->result.ids.len >= s->request.think_tokens;
 }
 
+static bool sequence_is_constrained(const struct sequence *s)
+{
+    return s->request.grammar && !s->thinking;
+}
+
+static bool sequence_is_stop(const struct sequence *s, int32_t id)
+{
+    return (!s->request.ignore_eos || s->request.grammar) &&
+           defaults_is_eos(&s->engine->defaults, id);
+}
+
 bool sequence_wants_logits(const struct sequence *s, int32_t argmax)
 {
+    if (sequence_is_constrained(s))
+        return true;
     /* Rows that pad the head are not tokens; the sampler knows to pass them over. */
     return s->request.logprobs || !sampler_is_argmax(s->sampler) ||
            (uint32_t)argmax >= s->request.sampling.vocab;
+}
+
+static void sequence_mask(struct sequence *s, float *logits, size_t vocab)
+{
+    struct engine *engine = s->engine;
+    if (!engine->grammar_vocab)
+        engine->grammar_vocab = grammar_vocab_open(engine->tokenizer);
+    if (!s->grammar)
+        s->grammar = grammar_run_open(s->request.grammar, engine->grammar_vocab);
+    grammar_run_mask(s->grammar, engine->defaults.eos, engine->defaults.eos_count, logits, vocab);
 }
 
 static bool sequence_choose(struct sequence *s, int32_t argmax, float *logits,
@@ -146,11 +172,16 @@ static bool sequence_choose(struct sequence *s, int32_t argmax, float *logits,
     token->id = argmax;
     if (s->request.logprobs)
         memcpy(s->untouched, logits, vocab * sizeof *s->untouched);
+    if (sequence_is_constrained(s))
+        sequence_mask(s, logits, vocab);
     if (sequence_must_end_thought(s))
         token->id = s->think_end;
     else if (sequence_wants_logits(s, argmax) &&
              !sampler_pick(s->sampler, logits, vocab, &token->id, err))
         return false;
+    /* An answer is owed: the thought ends instead of the whole. */
+    if (s->thinking && s->request.grammar && defaults_is_eos(&s->engine->defaults, token->id))
+        token->id = s->think_end;
     if (s->request.logprobs) {
         token->logprob = sampler_logprob(s->untouched, vocab, token->id);
         token->top_count = sampler_top(s->untouched, vocab, s->request.top_logprobs, s->top);
@@ -214,11 +245,14 @@ bool sequence_advance(struct sequence *s, int32_t argmax, float *logits, struct 
     s->phase = SEQUENCE_DECODE;
     if (!s->first_ns)
         s->first_ns = clock_now_ns();
-    if (!s->request.ignore_eos && defaults_is_eos(&s->engine->defaults, token.id)) {
+    if (sequence_is_stop(s, token.id)) {
         s->result.stop_id = token.id;
         sequence_end_text(s, FINISH_STOP);
         return true;
     }
+    if (s->grammar && !grammar_run_accept(s->grammar, token.id))
+        return err_set(err, ERR_INTERNAL, "token %d does not fit the grammar that allowed it",
+                       token.id);
     if (token.id == s->think_end)
         s->thinking = false;
     token_list_push(&s->result.ids, token.id);
@@ -227,7 +261,7 @@ bool sequence_advance(struct sequence *s, int32_t argmax, float *logits, struct 
     sequence_add_text(s, token.id);
     if (!sequence_emit(s, &token))
         sequence_stop(s);
-    else if (s->stops.hit)
+    else if (s->stops.hit || (s->grammar && grammar_run_is_done(s->grammar)))
         sequence_end_text(s, FINISH_STOP);
     else if (s->result.ids.len >= s->limit)
         sequence_end_text(s, FINISH_LENGTH);

@@ -13,7 +13,7 @@ enum sequence_phase { SEQUENCE_QUEUED, SEQUENCE_PREFILL, SEQUENCE_DECODE, SEQUEN
 
 struct sequence {
     /* what was asked; pointers of the request lead to memory of the sequence, except grammar */
-    const struct engine *engine;
+    struct engine *engine;
     struct engine_request request; /* prompt is null: see tokens */
     struct token_list tokens;      /* the prompt, then the answer */
     uint32_t prompt_len;
@@ -30,6 +30,7 @@ struct sequence {
     struct buf text;               /* text that on_token will see next */
     struct sampler_candidate *top; /* [request.top_logprobs] */
     float *untouched;              /* f32 [vocab]: logits as the model gave them, for logprobs */
+    struct grammar_run *grammar;   /* once the thought has ended, when the request has one */
     int32_t think_end;             /* id of "</think>", or -1 */
     bool thinking;                 /* inside the think block that the prompt opened */
     uint64_t submit_ns, start_ns, first_ns; /* queued; prefill began; first token */
@@ -48,11 +49,12 @@ struct sequence {
 };
 
 /* Checks the request and copies it: ERR_USAGE or ERR_RESOURCE, naming what is wrong. */
-bool sequence_open(const struct engine *engine, const struct engine_request *request,
+bool sequence_open(struct engine *engine, const struct engine_request *request,
                    struct sequence **out, struct err *err);
 void sequence_close(struct sequence *sequence);
 
-/* Whether sequence_advance needs the logits, or the argmax alone will do. */
+/* Whether sequence_advance needs the logits, or the argmax alone will do. By the thread that steps,
+ * as sequence_advance. */
 bool sequence_wants_logits(const struct sequence *sequence, int32_t argmax);
 
 /* The logits after the last token are there: `argmax` of them, and the row itself, f32 [vocab]

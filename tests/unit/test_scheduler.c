@@ -487,6 +487,53 @@ static void a_thinking_budget_ends_the_thought(void **unused)
     engine_close(engine);
 }
 
+/* Pitfalls 67, 68: the schema binds the answer, not the thought, whose budget still holds. */
+static void a_grammar_begins_after_the_thought(void **unused)
+{
+    (void)unused;
+    struct engine *engine = serve_open("models/demo", "cpu/ref", 512, 64, 2);
+    struct scheduler *scheduler = serve_schedule(engine, (struct scheduler_options){0});
+    struct token_list prompt = {0};
+    struct grammar *grammar;
+    struct err err = {0};
+    json_t *schema =
+        json_pack("{s:s, s:{s:{s:s}}, s:[s], s:b}", "type", "object", "properties", "capital",
+                  "type", "boolean", "required", "capital", "additionalProperties", 0);
+    if (!grammar_from_schema(schema, &grammar, &err))
+        fail_msg("%s", err.text);
+    json_decref(schema);
+    serve_encode(engine,
+                 "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n"
+                 "<|im_start|>assistant\n<think>\n",
+                 &prompt);
+    for (int i = 0; i < 4; i++) {
+        struct engine_request request = client_request(&prompt, 60);
+        request.thinking_open = i > 0;
+        request.think_tokens = i == 1 ? 3 : 8;
+        request.grammar = grammar;
+        request.sampling.temperature = i == 3 ? 1 : 0;
+        struct client beside = {0};
+        client_submit(&beside, scheduler, client_request(&prompt, 10));
+        struct client c = serve_one(scheduler, request);
+        assert_int_equal(c.err.kind, ERR_NONE);
+        assert_int_equal(c.result.finish, FINISH_STOP);
+        const char *json = strstr(c.text.data, "</think>");
+        assert_int_equal(json != NULL, i > 0);
+        json = json ? json + strlen("</think>") : c.text.data;
+        json_error_t where;
+        json_t *value = json_loads(json, 0, &where);
+        if (!value || !json_is_boolean(json_object_get(value, "capital")))
+            fail_msg("not what was asked for: %s", c.text.data);
+        json_decref(value);
+        client_free(&c);
+        client_free(&beside);
+    }
+    grammar_free(grammar);
+    token_list_free(&prompt);
+    scheduler_close(scheduler);
+    engine_close(engine);
+}
+
 /* ---- threads ------------------------------------------------------------------------------ */
 
 struct caller {
@@ -591,6 +638,7 @@ int main(void)
         cmocka_unit_test(a_nan_ends_one_request),
         cmocka_unit_test(device_errors_end_the_request_that_causes_them),
         cmocka_unit_test(a_thinking_budget_ends_the_thought),
+        cmocka_unit_test(a_grammar_begins_after_the_thought),
         cmocka_unit_test(callers_in_threads_get_their_own_answers),
     };
     return cmocka_run_group_tests(tests, tiny_make, tiny_remove);
