@@ -34,11 +34,14 @@ enum automaton_marker {
 };
 
 /* Kinds of free text. From a node of such a kind, every token that is made of whole characters of
- * the kind leads to such a node again, as long as there is room for its characters. */
+ * the kind leads to such a node again, as long as there is room for its characters and the first
+ * byte is not the node's `leave`. The room is exact: more characters do not fit. The start of a
+ * rule that is called for one character of the text has the kind and no room: the room for what it
+ * takes is the caller's. */
 enum automaton_text {
     AUTOMATON_NO_TEXT,
     AUTOMATON_JSON_TEXT, /* no quote, backslash or control character */
-    AUTOMATON_RAW_TEXT,  /* no newline */
+    AUTOMATON_RAW_TEXT,  /* no control character but tab and carriage return */
     AUTOMATON_TEXTS,
 };
 
@@ -50,9 +53,10 @@ struct automaton_edge {
 
 struct automaton_node {
     uint32_t edges; /* the first, or 0 */
-    uint32_t room;  /* characters of `text` that surely fit */
+    uint32_t room;  /* characters of `text` that fit */
     uint16_t need;  /* calls that are open at once on the cheapest way to the rule's end */
     uint8_t text;   /* enum automaton_text */
+    uint8_t leave;  /* a byte of the kind with which the text may end, or 0 */
     bool end;
 };
 

@@ -22,6 +22,7 @@ enum {
     RUN_SOFT_STATES = 8192,
     RUN_HARD_STATES = 65536, /* a walk through the trie stops here */
     RUN_SOFT_STACKS = 65536,
+    RUN_MASKS = 256, /* kept at a time */
     RUN_MOVES = 256 + AUTOMATON_MARKERS,
     RUN_UNKNOWN = 0, /* of moves */
     RUN_DEAD = 1,    /* the state without places */
@@ -57,6 +58,8 @@ struct grammar_run {
     uint32_t *stack_slots, *state_slots; /* open hashes; 0: empty */
     uint32_t stack_mask, state_mask;
     uint32_t now;
+    uint32_t masked[RUN_MASKS]; /* ring of the states that have masks; 0: none */
+    size_t mask_count;
     uint32_t *walk; /* [vocab->depth + 1] states along a path of the trie */
 
     /* The places of the state being made, all those seen in seen[]. */
@@ -297,6 +300,7 @@ static void run_clear_states(struct grammar_run *run)
     }
     memset(run->states, 0, 2 * sizeof *run->states);
     run->state_count = 2;
+    memset(run->masked, 0, sizeof run->masked);
     memset(run->state_slots, 0, ((size_t)run->state_mask + 1) * sizeof *run->state_slots);
 }
 
@@ -381,10 +385,12 @@ static void run_allow(uint64_t *mask, int32_t id)
         mask[id / 64] |= (uint64_t)1 << id % 64;
 }
 
-static void run_walk(struct grammar_run *run, const struct trie *trie, uint64_t *mask)
+/* Tries the tokens below the nodes [i, end) of the trie; i is at depth 0. */
+static void run_walk(struct grammar_run *run, const struct trie *trie, uint32_t i, uint32_t end,
+                     uint64_t *mask)
 {
     run->walk[0] = run->now;
-    for (uint32_t i = 0; i < trie->count && run->state_count < RUN_HARD_STATES;) {
+    while (i < end && run->state_count < RUN_HARD_STATES) {
         uint32_t d = trie->depth[i], to = run_move(run, run->walk[d], trie->bytes[i]);
         if (to == RUN_DEAD) {
             i = trie->skip[i];
@@ -397,41 +403,73 @@ static void run_walk(struct grammar_run *run, const struct trie *trie, uint64_t 
     }
 }
 
+/* The tokens that begin with the byte may leave the text: tried one by one. */
+static void run_walk_leaving(struct grammar_run *run, uint8_t byte, uint64_t *mask)
+{
+    const struct trie *all = &run->vocab->all;
+    uint32_t i = 0;
+    while (i < all->count && all->bytes[i] != byte)
+        i = all->skip[i];
+    if (i == all->count)
+        return;
+    for (uint32_t t = all->first[i]; t < all->first[all->skip[i]]; t++)
+        mask[all->tokens[t] / 64] &= ~((uint64_t)1 << all->tokens[t] % 64);
+    run_walk(run, all, i, all->skip[i], mask);
+}
+
 /* Where free text is expected, the tokens that are nothing but free text are known beforehand, and
  * only the others are tried. */
+static void run_walk_text(struct grammar_run *run, uint64_t *mask)
+{
+    const struct grammar_vocab *vocab = run->vocab;
+    const struct run_state *state = &run->states[run->now];
+    uint32_t kind = AUTOMATON_NO_TEXT, room = 0, others = 0, leave_count = 0;
+    uint8_t leave[256];
+    bool leaves[256] = {false};
+    for (uint32_t i = 0; i < state->count; i++) {
+        const struct automaton_node *node = &run->automaton->nodes[state->places[i].node];
+        if (!node->text || (kind && kind != node->text)) {
+            others++;
+            continue;
+        }
+        kind = node->text;
+        room = node->room > room ? node->room : room;
+        if (node->leave && !leaves[node->leave])
+            leave[leave_count++] = node->leave;
+        leaves[node->leave] = true;
+    }
+    const struct trie_text *text = &vocab->texts[kind];
+    if (!kind || (room < text->longest && others)) {
+        run_walk(run, &vocab->all, 0, vocab->all.count, mask);
+        return;
+    }
+    memcpy(mask, text->allowed, vocab->words * sizeof *mask);
+    for (uint32_t id = 0; room < text->longest && id < vocab->vocab; id++)
+        if (text->chars[id] > room)
+            mask[id / 64] &= ~((uint64_t)1 << id % 64);
+    run_walk(run, &text->rest, 0, text->rest.count, mask);
+    for (uint32_t i = 0; i < leave_count; i++)
+        run_walk_leaving(run, leave[i], mask);
+}
+
+/* The mask of the state; the oldest ones are made again when many are kept. */
 static const uint64_t *run_mask(struct grammar_run *run)
 {
     const struct grammar_vocab *vocab = run->vocab;
-    struct run_state *state = &run->states[run->now];
-    if (state->mask)
-        return state->mask;
+    if (run->states[run->now].mask)
+        return run->states[run->now].mask;
     uint64_t *mask = mem_new(vocab->words, sizeof *mask);
-    uint32_t kind = AUTOMATON_NO_TEXT, room = 0, others = 0;
-    for (uint32_t i = 0; i < state->count; i++) {
-        const struct automaton_node *node = &run->automaton->nodes[state->places[i].node];
-        if (node->text && (!kind || kind == node->text)) {
-            kind = node->text;
-            room = node->room > room ? node->room : room;
-        } else {
-            others++;
-        }
-    }
-    const struct trie_text *text = &vocab->texts[kind];
-    if (kind && (room >= text->longest || !others)) {
-        memcpy(mask, text->allowed, vocab->words * sizeof *mask);
-        for (uint32_t id = 0; room < text->longest && id < vocab->vocab; id++)
-            if (text->chars[id] > room)
-                mask[id / 64] &= ~((uint64_t)1 << id % 64);
-        run_walk(run, &text->rest, mask);
-    } else {
-        run_walk(run, &vocab->all, mask);
-    }
+    run_walk_text(run, mask);
     for (unsigned byte = 0; byte < 256; byte++)
         if (vocab->byte_ids[byte] >= 0 && run_move(run, run->now, byte) != RUN_DEAD)
             run_allow(mask, vocab->byte_ids[byte]);
     for (unsigned m = 0; m < AUTOMATON_MARKERS; m++)
         if (vocab->markers[m] >= 0 && run_move(run, run->now, 256 + m) != RUN_DEAD)
             run_allow(mask, vocab->markers[m]);
+    uint32_t *slot = &run->masked[run->mask_count++ % RUN_MASKS];
+    free(run->states[*slot].mask);
+    run->states[*slot].mask = NULL;
+    *slot = run->now;
     run->states[run->now].mask = mask;
     return mask;
 }

@@ -40,6 +40,7 @@ static uint32_t jsonform_character(struct jsonform *b)
     uint32_t rule = automaton_add_rule(a);
     b->character = rule + 1;
     uint32_t start = a->rules[rule].start, end = a->rules[rule].end;
+    a->nodes[start].text = AUTOMATON_JSON_TEXT;
     automaton_add_points(a, start, end, 0x80, 0x10ffff);
     uint32_t slash = jsonform_step(a, start, '\\', '\\');
     for (const char *p = "\"\\/bfnrt"; *p; p++)

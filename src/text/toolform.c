@@ -22,17 +22,20 @@ static void toolform_raw(struct automaton *a, uint32_t from, uint32_t end)
     for (int k = 0; k < CLOSE; k++)
         nodes[k] = automaton_add_node(a);
     nodes[CLOSE] = end;
-    a->nodes[nodes[0]].text = AUTOMATON_RAW_TEXT;
-    a->nodes[nodes[0]].room = AUTOMATON_ANY_ROOM;
+    a->nodes[a->rules[rest].start].text = AUTOMATON_RAW_TEXT;
     automaton_add_empty(a, from, nodes[1]);
     for (int k = 0; k < CLOSE; k++) {
         uint8_t next = (uint8_t)close[k];
+        a->nodes[nodes[k]].text = AUTOMATON_RAW_TEXT;
+        a->nodes[nodes[k]].room = AUTOMATON_ANY_ROOM;
+        a->nodes[nodes[k]].leave = k ? next : 0;
         automaton_add_byte(a, nodes[k], nodes[k + 1], next, next);
         automaton_add_call(a, nodes[k], nodes[0], rest);
         if (k)
             automaton_add_byte(a, nodes[k], nodes[1], '\n', '\n');
-        /* All other ASCII; no control characters but tab, which no tool wants. */
+        /* All other ASCII; no control characters but these, which no tool wants. */
         automaton_add_byte(a, nodes[k], nodes[0], '\t', '\t');
+        automaton_add_byte(a, nodes[k], nodes[0], '\r', '\r');
         if (next > ' ')
             automaton_add_byte(a, nodes[k], nodes[0], ' ', next - 1);
         automaton_add_byte(a, nodes[k], nodes[0], next > ' ' ? next + 1 : ' ', 0x7e);

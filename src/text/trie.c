@@ -84,8 +84,9 @@ static uint32_t trie_count_chars(enum automaton_text kind, const struct trie_tok
     for (size_t at = 0, k; at < token->n; at += k, chars++) {
         uint32_t cp;
         k = utf8_decode(p + at, token->n - at, &cp);
-        if (!k || (kind == AUTOMATON_RAW_TEXT && cp == '\n') ||
-            (kind == AUTOMATON_JSON_TEXT && (cp < 0x20 || cp == '"' || cp == '\\')))
+        bool raw = kind == AUTOMATON_RAW_TEXT;
+        if (!k || (cp < 0x20 && !(raw && (cp == '\t' || cp == '\r'))) || (raw && cp == 0x7f) ||
+            (!raw && (cp == '"' || cp == '\\')))
             return 0;
     }
     return chars;
