@@ -19,7 +19,7 @@ endif
 
 CC ?= cc
 PKG_CONFIG ?= pkg-config
-PKGS := jansson libutf8proc
+PKGS := jansson libutf8proc libmicrohttpd
 TEST_PKGS := cmocka libpcre2-8
 # macOS has these itself; SHA-256 is in its libc.
 ifeq ($(UNAME),Darwin)

@@ -15,6 +15,7 @@ static const struct cmd commands[] = {
     {"quantize", "turn a bf16 checkpoint into MLX affine form", cmd_quantize},
     {"render", "a chat request to the exact prompt that the model sees", cmd_render},
     {"run", "answer one prompt", cmd_run},
+    {"serve", "HTTP: the OpenAI, Anthropic and Responses APIs, and a chat page", cmd_serve},
     {"synth", "write a synthetic checkpoint with random weights", cmd_synth},
     {"tokenize", "turn text into token ids and back", cmd_tokenize},
     {NULL, NULL, NULL},

@@ -1,0 +1,300 @@
+/* Anthropic's messages to the common form: blocks become texts, thoughts, calls and tool results.
+ * Volatile head lines go here, as they come in a system block of their own. */
+#include "server/anthropic.h"
+
+#include "server/chat.h"
+#include "server/request.h"
+
+#include <stdio.h>
+#include <string.h>
+
+const struct field anthropic_fields[] = {
+    {"model", FIELD_HONOURED},
+    {"messages", FIELD_HONOURED},
+    {"system", FIELD_HONOURED},
+    {"max_tokens", FIELD_HONOURED},
+    {"stream", FIELD_HONOURED},
+    {"stop_sequences", FIELD_HONOURED},
+    {"temperature", FIELD_HONOURED},
+    {"top_p", FIELD_HONOURED},
+    {"top_k", FIELD_HONOURED},
+    {"tools", FIELD_HONOURED},
+    {"tool_choice", FIELD_HONOURED},
+    {"thinking", FIELD_HONOURED},
+    {"output_config", FIELD_HONOURED},
+    {"output_format", FIELD_HONOURED},
+    {"metadata", FIELD_IGNORED},
+    {"service_tier", FIELD_IGNORED},
+    {"cache_control", FIELD_IGNORED},
+    {"context_management", FIELD_IGNORED},
+    {"betas", FIELD_IGNORED},
+    {"inference_geo", FIELD_IGNORED},
+    {"container", FIELD_REFUSED},
+    {"mcp_servers", FIELD_REFUSED},
+    {NULL, 0},
+};
+
+static const char *anthropic_type(const json_t *block)
+{
+    const char *type = json_string_value(json_object_get(block, "type"));
+    return type ? type : "none";
+}
+
+/* Text of a string, or of a list of text blocks, joined by nothing. */
+static json_t *anthropic_read_text(const json_t *value, const char *where, struct fault *fault)
+{
+    struct buf text = {0};
+    if (!value || json_is_null(value))
+        return json_string("");
+    if (json_is_string(value))
+        return json_incref((json_t *)value);
+    for (size_t i = 0; i < json_array_size(value); i++) {
+        const json_t *block = json_array_get(value, i), *part = json_object_get(block, "text");
+        if (strcmp(anthropic_type(block), "text") != 0 || !json_is_string(part)) {
+            fault_set(fault, where, "%s[%zu]: blocks of type '%.60s' are not supported", where, i,
+                      anthropic_type(block));
+            buf_free(&text);
+            return NULL;
+        }
+        buf_append(&text, json_string_value(part), json_string_length(part));
+    }
+    if (!json_is_array(value)) {
+        fault_set(fault, where, "%s must be text or a list of blocks", where);
+        return NULL;
+    }
+    json_t *joined = answer_buf_text(&text);
+    buf_free(&text);
+    return joined;
+}
+
+/* The system prompt: its blocks joined by newlines, without the volatile ones. */
+static bool anthropic_read_system(struct chat *chat, const json_t *system, struct fault *fault)
+{
+    struct buf text = {0};
+    if (!system)
+        return true;
+    if (!json_is_string(system) && !json_is_array(system))
+        return fault_set(fault, "system", "'system' must be text or a list of blocks");
+    size_t count = json_is_array(system) ? json_array_size(system) : 1;
+    for (size_t i = 0; i < count; i++) {
+        const json_t *block = json_array_get(system, i);
+        const json_t *part = json_is_string(system) ? system : json_object_get(block, "text");
+        if (!json_is_string(part)) {
+            buf_free(&text);
+            return fault_set(fault, "system",
+                             "system[%zu]: blocks of type '%.60s' are not "
+                             "supported",
+                             i, anthropic_type(block));
+        }
+        const char *kept = chat_skip_volatile(json_string_value(part));
+        size_t n = json_string_length(part) - (size_t)(kept - json_string_value(part));
+        if (n && text.len)
+            buf_append_text(&text, "\n");
+        buf_append(&text, kept, n);
+    }
+    if (text.len)
+        json_array_append_new(chat->messages, json_pack("{s:s,s:o}", "role", "system", "content",
+                                                        answer_buf_text(&text)));
+    buf_free(&text);
+    return true;
+}
+
+/* Adds text to a message that has some, or begins one of the role. */
+static void anthropic_add_text(struct chat *chat, const char *role, json_t **open,
+                               const json_t *text)
+{
+    if (!*open) {
+        *open = json_pack("{s:s,s:s}", "role", role, "content", "");
+        json_array_append_new(chat->messages, *open);
+    }
+    struct buf joined = {0};
+    const json_t *old = json_object_get(*open, "content");
+    buf_append(&joined, json_string_value(old), json_string_length(old));
+    buf_append(&joined, json_string_value(text), json_string_length(text));
+    json_object_set_new(*open, "content", answer_buf_text(&joined));
+    buf_free(&joined);
+}
+
+static bool anthropic_add_result(struct chat *chat, const json_t *block, const char *where,
+                                 struct fault *fault)
+{
+    json_t *text = anthropic_read_text(json_object_get(block, "content"), where, fault);
+    if (!text)
+        return false;
+    json_array_append_new(chat->messages, json_pack("{s:s,s:o}", "role", "tool", "content", text));
+    return true;
+}
+
+static bool anthropic_add_call(json_t *message, const json_t *block, const char *where,
+                               struct fault *fault)
+{
+    json_t *name = json_object_get(block, "name"), *input = json_object_get(block, "input");
+    json_t *calls = json_object_get(message, "tool_calls");
+    if (!json_is_string(name) || (input && !json_is_object(input)))
+        return fault_set(fault, where, "%s needs a name and an input object", where);
+    if (!calls)
+        json_object_set_new(message, "tool_calls", calls = json_array());
+    json_array_append_new(calls,
+                          json_pack("{s:s,s:{s:O,s:o}}", "type", "function", "function", "name",
+                                    name, "arguments", input ? json_incref(input) : json_object()));
+    return true;
+}
+
+/* One block of an assistant's message, which is open. */
+static bool anthropic_add_own(struct chat *chat, json_t *message, const json_t *block,
+                              const char *where, struct fault *fault)
+{
+    const char *type = anthropic_type(block);
+    const json_t *text = json_object_get(block, "text");
+    json_t *thought = json_object_get(block, "thinking");
+    if (!strcmp(type, "text") && json_is_string(text)) {
+        anthropic_add_text(chat, "assistant", &message, text);
+        return true;
+    }
+    if (!strcmp(type, "thinking") && json_is_string(thought)) {
+        json_object_set(message, "reasoning_content", thought);
+        return true;
+    }
+    if (!strcmp(type, "redacted_thinking"))
+        return true;
+    if (!strcmp(type, "tool_use"))
+        return anthropic_add_call(message, block, where, fault);
+    return fault_set(fault, where, "%s: blocks of type '%.60s' are not supported", where, type);
+}
+
+static bool anthropic_add_blocks(struct chat *chat, const char *role, const json_t *blocks,
+                                 size_t index, struct fault *fault)
+{
+    bool own = !strcmp(role, "assistant");
+    json_t *open = NULL;
+    if (own) {
+        open = json_pack("{s:s,s:s}", "role", role, "content", "");
+        json_array_append_new(chat->messages, open);
+    }
+    for (size_t i = 0; i < json_array_size(blocks); i++) {
+        const json_t *block = json_array_get(blocks, i), *text = json_object_get(block, "text");
+        char where[80];
+        snprintf(where, sizeof where, "messages[%zu].content[%zu]", index, i);
+        if (own) {
+            if (!anthropic_add_own(chat, open, block, where, fault))
+                return false;
+        } else if (!strcmp(anthropic_type(block), "text") && json_is_string(text)) {
+            anthropic_add_text(chat, role, &open, text);
+        } else if (!strcmp(anthropic_type(block), "tool_result")) {
+            open = NULL;
+            if (!anthropic_add_result(chat, block, where, fault))
+                return false;
+        } else {
+            return fault_set(fault, where, "%s: blocks of type '%.60s' are not supported", where,
+                             anthropic_type(block));
+        }
+    }
+    return true;
+}
+
+static bool anthropic_read_messages(struct chat *chat, const json_t *messages, struct fault *fault)
+{
+    if (!json_is_array(messages) || !json_array_size(messages))
+        return fault_set(fault, "messages", "'messages' must be a list with at least one message");
+    for (size_t i = 0; i < json_array_size(messages); i++) {
+        const json_t *message = json_array_get(messages, i);
+        const char *role = json_string_value(json_object_get(message, "role"));
+        json_t *content = json_object_get(message, "content");
+        if (!role || (strcmp(role, "user") && strcmp(role, "assistant") && strcmp(role, "system")))
+            return fault_set(fault, "messages",
+                             "messages[%zu].role must be user, assistant or system", i);
+        if (json_is_string(content))
+            json_array_append_new(chat->messages,
+                                  json_pack("{s:s,s:O}", "role", role, "content", content));
+        else if (!json_is_array(content))
+            return fault_set(fault, "messages", "messages[%zu].content must be text or blocks", i);
+        else if (!anthropic_add_blocks(chat, role, content, i, fault))
+            return false;
+    }
+    return true;
+}
+
+static bool anthropic_read_tools(struct chat *chat, const json_t *tools, struct fault *fault)
+{
+    if (!tools)
+        return true;
+    if (!json_is_array(tools))
+        return fault_set(fault, "tools", "'tools' must be a list");
+    chat->tools = json_array();
+    for (size_t i = 0; i < json_array_size(tools); i++) {
+        json_t *tool = json_array_get(tools, i), *function = json_object();
+        const char *type = json_string_value(json_object_get(tool, "type"));
+        json_t *name = json_object_get(tool, "name"), *text = json_object_get(tool, "description");
+        json_t *schema = json_object_get(tool, "input_schema");
+        json_array_append_new(chat->tools,
+                              json_pack("{s:s,s:o}", "type", "function", "function", function));
+        if (type && strcmp(type, "custom") != 0)
+            return fault_set(fault, "tools", "tools[%zu]: tools of type '%.60s' are not supported",
+                             i, type);
+        json_object_set(function, "name", name);
+        if (json_is_string(text))
+            json_object_set(function, "description", text);
+        if (schema)
+            json_object_set(function, "parameters", schema);
+    }
+    return chat_check_tools(chat->tools, fault);
+}
+
+static bool anthropic_read_choice(struct chat *chat, const json_t *choice, struct fault *fault)
+{
+    const char *type = anthropic_type(choice);
+    if (!choice)
+        return true;
+    if (!fields_read_bool(choice, "disable_parallel_tool_use", &chat->one_call, fault))
+        return false;
+    if (!strcmp(type, "tool")) {
+        const char *name = json_string_value(json_object_get(choice, "name"));
+        json_t *named =
+            json_pack("{s:s,s:{s:s}}", "type", "function", "function", "name", name ? name : "");
+        bool ok = chat_read_choice(chat, named, fault);
+        json_decref(named);
+        chat->name = name; /* the body keeps it */
+        chat->one_call = true;
+        return ok;
+    }
+    bool any = !strcmp(type, "any");
+    if (!any && strcmp(type, "auto") != 0 && strcmp(type, "none") != 0)
+        return fault_set(fault, "tool_choice",
+                         "'tool_choice.type' must be auto, any, tool or none");
+    json_t *name = json_string(any ? "required" : type);
+    bool ok = chat_read_choice(chat, name, fault);
+    json_decref(name);
+    return ok;
+}
+
+/* Without the field there are no thoughts: who did not ask may not expect their blocks. */
+static bool anthropic_read_thinking(struct chat *chat, const json_t *body, struct fault *fault)
+{
+    json_t *thinking, *config;
+    if (!fields_read_typed(body, "thinking", JSON_OBJECT, &thinking, fault) ||
+        !fields_read_typed(body, "output_config", JSON_OBJECT, &config, fault))
+        return false;
+    const char *type = anthropic_type(thinking);
+    bool on = thinking && (!strcmp(type, "enabled") || !strcmp(type, "adaptive"));
+    if (thinking && !on && strcmp(type, "disabled") != 0)
+        return fault_set(fault, "thinking",
+                         "'thinking.type' must be enabled, adaptive or disabled");
+    if (!chat_read_effort(chat, fields_get(config, "effort"), "output_config.effort", fault) ||
+        !chat_read_budget(chat, thinking, "budget_tokens", fault))
+        return false;
+    chat->options.enable_thinking = on;
+    const json_t *format = fields_get(config, "format");
+    return chat_read_format(chat, format ? format : fields_get(body, "output_format"),
+                            "output_config.format", fault);
+}
+
+bool anthropic_read_chat(struct answer *a, struct chat *chat, struct fault *fault)
+{
+    chat->messages = json_array();
+    return anthropic_read_system(chat, fields_get(a->body, "system"), fault) &&
+           anthropic_read_messages(chat, json_object_get(a->body, "messages"), fault) &&
+           chat_check_messages(chat->messages, fault) &&
+           anthropic_read_tools(chat, fields_get(a->body, "tools"), fault) &&
+           anthropic_read_choice(chat, fields_get(a->body, "tool_choice"), fault) &&
+           anthropic_read_thinking(chat, a->body, fault);
+}

@@ -1,0 +1,340 @@
+/* Owns the messages of a request in their common form. Every API comes through chat_prepare, so
+ * that the same conversation gives the same prompt whichever way it came. */
+#include "server/chat.h"
+
+#include "base/mem.h"
+#include "server/fields.h"
+
+#include <ctype.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    CHAT_LOW_TOKENS = 2048,
+    CHAT_MEDIUM_TOKENS = 8192,
+    CHAT_MAX_TOOLS = 512,
+    CHAT_MAX_NAME = 128
+};
+
+void chat_init(struct chat *chat)
+{
+    *chat = (struct chat){.options = {.add_generation_prompt = true, .enable_thinking = true}};
+}
+
+void chat_free(struct chat *chat)
+{
+    json_decref(chat->messages);
+    json_decref(chat->tools);
+    json_decref(chat->schema);
+}
+
+const char *chat_skip_volatile(const char *text)
+{
+    static const char head[] = "x-anthropic-billing-header:";
+    while (!strncmp(text, head, sizeof head - 1)) {
+        text += strcspn(text, "\n");
+        text += strspn(text, "\n");
+    }
+    return text;
+}
+
+static bool chat_check_part(const json_t *part, size_t message, size_t index, struct fault *fault)
+{
+    const char *type = json_string_value(json_object_get(part, "type"));
+    char where[80];
+    snprintf(where, sizeof where, "messages[%zu].content[%zu]", message, index);
+    if (!type || strcmp(type, "text") != 0)
+        return fault_set(fault, where, "%s: parts of type '%.60s' are not supported; send text",
+                         where, type ? type : "none");
+    if (!json_is_string(json_object_get(part, "text")))
+        return fault_set(fault, where, "%s.text must be text", where);
+    return true;
+}
+
+static bool chat_check_content(json_t *message, size_t index, struct fault *fault)
+{
+    json_t *content = json_object_get(message, "content");
+    const char *role = json_string_value(json_object_get(message, "role"));
+    for (size_t i = 0; json_is_array(content) && i < json_array_size(content); i++)
+        if (!chat_check_part(json_array_get(content, i), index, i, fault))
+            return false;
+    bool system = role && (!strcmp(role, "system") || !strcmp(role, "developer"));
+    if (!system)
+        return true;
+    json_t *text =
+        json_is_array(content) ? json_object_get(json_array_get(content, 0), "text") : content;
+    if (json_is_string(text)) {
+        const char *old = json_string_value(text), *kept = chat_skip_volatile(old);
+        if (kept != old) {
+            json_t *copy =
+                json_stringn_nocheck(kept, json_string_length(text) - (size_t)(kept - old));
+            json_string_setn_nocheck(text, json_string_value(copy), json_string_length(copy));
+            json_decref(copy);
+        }
+    }
+    return true;
+}
+
+/* A history's answers: the thought goes by reasoning_content. An answer that was replayed as one
+ * text begins with its think block, and the template splits it; any other text is taken as it is,
+ * also when it speaks of the tags. */
+static void chat_tidy_assistant(json_t *message)
+{
+    json_t *thought = json_object_get(message, "reasoning_content");
+    if (!json_is_string(thought)) {
+        thought = json_object_get(message, "reasoning");
+        if (json_is_string(thought))
+            json_object_set(message, "reasoning_content", thought);
+    }
+    if (json_is_string(thought))
+        return;
+    const char *content = json_string_value(json_object_get(message, "content"));
+    while (content && isspace((unsigned char)*content))
+        content++;
+    if (!content || strncmp(content, "<think>", 7) != 0)
+        json_object_set_new(message, "reasoning_content", json_string(""));
+}
+
+/* A name that the prompt can hold without ending its tag. */
+static bool chat_is_name(const json_t *value)
+{
+    const char *name = json_string_value(value);
+    if (!name || !*name || json_string_length(value) > CHAT_MAX_NAME)
+        return false;
+    for (; *name; name++)
+        if (!isalnum((unsigned char)*name) && !strchr("_-.:/$", *name))
+            return false;
+    return true;
+}
+
+static bool chat_check_calls(const json_t *message, size_t index, struct fault *fault)
+{
+    const json_t *calls = fields_get(message, "tool_calls");
+    char where[80];
+    snprintf(where, sizeof where, "messages[%zu].tool_calls", index);
+    if (calls && !json_is_array(calls))
+        return fault_set(fault, where, "%s must be a list", where);
+    for (size_t i = 0; i < json_array_size(calls); i++) {
+        const json_t *call = json_array_get(calls, i);
+        if (!chat_is_name(json_object_get(json_object_get(call, "function"), "name")))
+            return fault_set(fault, where, "%s[%zu].function.name must be a function's name", where,
+                             i);
+    }
+    return true;
+}
+
+bool chat_check_messages(json_t *messages, struct fault *fault)
+{
+    static const struct field fields[] = {
+        {"role", FIELD_HONOURED},         {"content", FIELD_HONOURED},
+        {"tool_calls", FIELD_HONOURED},   {"reasoning_content", FIELD_HONOURED},
+        {"reasoning", FIELD_HONOURED},    {"name", FIELD_IGNORED},
+        {"tool_call_id", FIELD_IGNORED},  {"refusal", FIELD_IGNORED},
+        {"annotations", FIELD_IGNORED},   {"reasoning_details", FIELD_IGNORED},
+        {"cache_control", FIELD_IGNORED}, {"id", FIELD_IGNORED},
+        {"audio", FIELD_REFUSED},         {"function_call", FIELD_REFUSED},
+        {"prefix", FIELD_REFUSED},        {NULL, 0}};
+    if (!json_is_array(messages) || !json_array_size(messages))
+        return fault_set(fault, "messages", "'messages' must be a list with at least one message");
+    for (size_t i = 0; i < json_array_size(messages); i++) {
+        json_t *message = json_array_get(messages, i);
+        char where[40];
+        snprintf(where, sizeof where, "messages[%zu]", i);
+        if (!json_is_object(message) || !json_is_string(json_object_get(message, "role")))
+            return fault_set(fault, where, "%s must be an object with a role", where);
+        const char *role = json_string_value(json_object_get(message, "role"));
+        if (!fields_check(message, fields, where, fault) ||
+            !chat_check_content(message, i, fault) || !chat_check_calls(message, i, fault))
+            return false;
+        if (!strcmp(role, "assistant"))
+            chat_tidy_assistant(message);
+    }
+    return true;
+}
+
+bool chat_check_tools(const json_t *tools, struct fault *fault)
+{
+    if (json_array_size(tools) > CHAT_MAX_TOOLS)
+        return fault_set(fault, "tools", "'tools' has more than %d entries", CHAT_MAX_TOOLS);
+    for (size_t i = 0; i < json_array_size(tools); i++) {
+        const json_t *tool = json_array_get(tools, i),
+                     *function = json_object_get(tool, "function");
+        const char *type = json_string_value(json_object_get(tool, "type"));
+        char where[40];
+        snprintf(where, sizeof where, "tools[%zu]", i);
+        if (!type || strcmp(type, "function") != 0)
+            return fault_set(fault, where, "%s: tools of type '%.60s' are not supported", where,
+                             type ? type : "none");
+        if (!chat_is_name(json_object_get(function, "name")))
+            return fault_set(fault, where,
+                             "%s.function.name must have 1 to %d letters, digits, or _ - . : / $",
+                             where, CHAT_MAX_NAME);
+        const json_t *schema = fields_get(function, "parameters");
+        if (schema && !json_is_object(schema))
+            return fault_set(fault, where, "%s.function.parameters must be a JSON schema", where);
+    }
+    return true;
+}
+
+static bool chat_has_tool(const struct chat *chat, const char *name)
+{
+    for (size_t i = 0; i < json_array_size(chat->tools); i++) {
+        const json_t *function = json_object_get(json_array_get(chat->tools, i), "function");
+        if (!strcmp(json_string_value(json_object_get(function, "name")), name))
+            return true;
+    }
+    return false;
+}
+
+bool chat_read_choice(struct chat *chat, const json_t *value, struct fault *fault)
+{
+    static const char *const names[] = {"auto", "none", "required"};
+    const char *text = json_string_value(value);
+    if (!value)
+        return true;
+    for (int i = 0; text && i < 3; i++)
+        if (!strcmp(text, names[i])) {
+            chat->choice = (enum chat_choice)i;
+            if (i == CHAT_REQUIRED && !json_array_size(chat->tools))
+                return fault_set(fault, "tool_choice", "'tool_choice' required needs 'tools'");
+            return true;
+        }
+    const char *type = json_string_value(json_object_get(value, "type"));
+    const json_t *function = json_object_get(value, "function");
+    const char *name = json_string_value(json_object_get(function ? function : value, "name"));
+    if (!type || strcmp(type, "function") != 0 || !name)
+        return fault_set(fault, "tool_choice",
+                         "'tool_choice' must be auto, none, required, or an object that names a "
+                         "function");
+    if (!chat_has_tool(chat, name))
+        return fault_set(fault, "tool_choice",
+                         "'tool_choice' names '%.80s', which is not in 'tools'", name);
+    chat->choice = CHAT_NAMED;
+    chat->name = name;
+    return true;
+}
+
+bool chat_read_format(struct chat *chat, const json_t *format, const char *where,
+                      struct fault *fault)
+{
+    const char *type = json_string_value(json_object_get(format, "type"));
+    if (!format || (type && !strcmp(type, "text")))
+        return true;
+    if (type && !strcmp(type, "json_object")) {
+        chat->schema = json_pack("{s:s}", "type", "object");
+        return true;
+    }
+    if (!type || strcmp(type, "json_schema") != 0)
+        return fault_set(fault, where, "'%s.type' must be text, json_object or json_schema", where);
+    const json_t *inner = json_object_get(format, "json_schema");
+    json_t *schema = json_object_get(inner ? inner : format, "schema");
+    if (!json_is_object(schema))
+        return fault_set(fault, where, "'%s' has no schema", where);
+    chat->schema = json_incref(schema);
+    return true;
+}
+
+bool chat_read_effort(struct chat *chat, const json_t *value, const char *where,
+                      struct fault *fault)
+{
+    static const struct {
+        const char *name;
+        bool think;
+        uint32_t tokens;
+    } efforts[] = {{"none", false, 0}, {"minimal", false, 0}, {"low", true, CHAT_LOW_TOKENS},
+                   {"high", true, 0},  {"xhigh", true, 0},    {"medium", true, CHAT_MEDIUM_TOKENS},
+                   {"max", true, 0}};
+    const char *text = json_string_value(value);
+    if (!value)
+        return true;
+    for (size_t i = 0; text && i < sizeof efforts / sizeof *efforts; i++)
+        if (!strcmp(text, efforts[i].name)) {
+            chat->options.enable_thinking = efforts[i].think;
+            chat->think_tokens = efforts[i].tokens;
+            return true;
+        }
+    return fault_set(fault, where, "'%s' must be none, minimal, low, medium, high, xhigh or max",
+                     where);
+}
+
+bool chat_read_budget(struct chat *chat, const json_t *object, const char *name,
+                      struct fault *fault)
+{
+    uint64_t n = UINT64_MAX;
+    if (!fields_read_uint(object, name, 0, UINT32_MAX, &n, fault))
+        return false;
+    if (n == UINT64_MAX)
+        return true;
+    chat->options.enable_thinking = n > 0;
+    chat->think_tokens = (uint32_t)n;
+    return true;
+}
+
+static bool chat_make_grammar(struct chat *chat, struct answer *a, struct fault *fault)
+{
+    struct err err = {0};
+    bool calls = chat->choice == CHAT_REQUIRED || chat->choice == CHAT_NAMED;
+    if (calls && !grammar_from_tools(chat->tools, chat->name, !chat->one_call, &a->grammar, &err))
+        return fault_set(fault, "tools", "%s", err.text);
+    if (calls || !chat->schema)
+        return true;
+    if (json_array_size(chat->tools) && chat->choice == CHAT_AUTO)
+        return fault_set(fault, "response_format",
+                         "a JSON format together with tools needs tool_choice none or required: an "
+                         "answer cannot be held to the format and be free to call a tool");
+    if (!grammar_from_schema(chat->schema, &a->grammar, &err))
+        return fault_set(fault, "response_format", "%s", err.text);
+    return true;
+}
+
+/* Tokens of text[start..end), whose ends are at control tokens, so that cutting there changes none.
+ */
+static bool chat_encode(const struct answer *a, const struct template_prompt *prompt, size_t start,
+                        size_t end, struct token_list *out, struct fault *fault)
+{
+    struct text_range *plain = mem_new(prompt->plain_count + 1, sizeof *plain);
+    size_t count = 0;
+    for (size_t i = 0; i < prompt->plain_count; i++) {
+        struct text_range r = prompt->plain[i];
+        if (r.start >= start && r.start + r.len <= end)
+            plain[count++] = (struct text_range){r.start - start, r.len};
+    }
+    struct err err = {0};
+    bool ok = tokenizer_encode(engine_tokenizer(a->server->engine), prompt->text.data + start,
+                               end - start, plain, count, out, &err);
+    free(plain);
+    return ok || fault_from_err(fault, &err);
+}
+
+bool chat_prepare(struct chat *chat, struct answer *a, struct fault *fault)
+{
+    struct template_prompt prompt;
+    struct err err = {0};
+    /* Where no call may be made the model is not told of tools. */
+    const json_t *shown = chat->choice == CHAT_NONE ? NULL : chat->tools;
+    if (!chat_make_grammar(chat, a, fault))
+        return false;
+    if (!template_render(chat->messages, shown, &chat->options, &prompt, &err))
+        return fault_set(fault, "messages", "%s", err.text);
+    a->prompts = mem_new(1, sizeof *a->prompts);
+    a->prompt_count = 1;
+    struct token_list *ids = &a->prompts[0];
+    bool ok = chat_encode(a, &prompt, 0, prompt.head_len, ids, fault);
+    a->keep_at[0] = (uint32_t)ids->len;
+    ok = ok && chat_encode(a, &prompt, prompt.head_len, prompt.generation_pos, ids, fault);
+    a->keep_at[1] = (uint32_t)ids->len;
+    ok = ok && chat_encode(a, &prompt, prompt.generation_pos, prompt.text.len, ids, fault);
+    a->thinking_open = prompt.thinking_open;
+    a->think_tokens = prompt.thinking_open ? chat->think_tokens : 0;
+    a->tools = json_incref((json_t *)shown);
+    a->one_call = chat->one_call;
+    a->no_calls = chat->choice == CHAT_NONE;
+    if (a->server->trace && ok)
+        trace_write(a->server->trace, a->id, "prompt",
+                    json_pack("{s:o,s:I,s:[I,I]}", "text", answer_buf_text(&prompt.text), "tokens",
+                              (json_int_t)ids->len, "keep_at", (json_int_t)a->keep_at[0],
+                              (json_int_t)a->keep_at[1]));
+    template_prompt_free(&prompt);
+    return ok;
+}

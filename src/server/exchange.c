@@ -1,0 +1,81 @@
+/* Replies: what a handler hands to libmicrohttpd, with the headers that every reply has. */
+#include "server/core.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static const char *exchange_header(struct exchange *x, const char *name)
+{
+    return MHD_lookup_connection_value(x->connection, MHD_HEADER_KIND, name);
+}
+
+static void exchange_add_headers(struct exchange *x, struct MHD_Response *response,
+                                 const char *type, int status)
+{
+    const char *cors = x->server->options.cors;
+    MHD_add_response_header(response, "Content-Type", type);
+    MHD_add_response_header(response, "Cache-Control", "no-store");
+    MHD_add_response_header(response, "X-Content-Type-Options", "nosniff");
+    if (status == 401)
+        MHD_add_response_header(response, "WWW-Authenticate", "Bearer");
+    if (status == 503 || status == 429)
+        MHD_add_response_header(response, "Retry-After", "1");
+    if (cors && exchange_header(x, "Origin")) {
+        MHD_add_response_header(response, "Access-Control-Allow-Origin", cors);
+        MHD_add_response_header(response, "Vary", "Origin");
+        if (!strcmp(x->method, "OPTIONS")) {
+            const char *wanted = exchange_header(x, "Access-Control-Request-Headers");
+            MHD_add_response_header(response, "Access-Control-Allow-Methods", "GET, POST, OPTIONS");
+            MHD_add_response_header(response, "Access-Control-Allow-Headers",
+                                    wanted ? wanted : "Authorization, Content-Type");
+            MHD_add_response_header(response, "Access-Control-Max-Age", "600");
+        }
+    }
+}
+
+static bool exchange_queue(struct exchange *x, int status, const char *type,
+                           struct MHD_Response *response)
+{
+    if (!response)
+        return false;
+    exchange_add_headers(x, response, type, status);
+    x->status = status;
+    bool ok = MHD_queue_response(x->connection, (unsigned)status, response) == MHD_YES;
+    MHD_destroy_response(response);
+    return ok;
+}
+
+bool exchange_reply_text(struct exchange *x, int status, const char *type, const void *text,
+                         size_t n)
+{
+    return exchange_queue(x, status, type,
+                          MHD_create_response_from_buffer(n, (void *)text, MHD_RESPMEM_MUST_COPY));
+}
+
+bool exchange_reply_json(struct exchange *x, int status, json_t *value)
+{
+    char *text = value ? json_dumps(value, JSON_COMPACT | JSON_PRESERVE_ORDER) : NULL;
+    json_decref(value);
+    if (!text)
+        return exchange_reply_text(x, 500, "text/plain", "", 0);
+    return exchange_queue(
+        x, status, "application/json",
+        MHD_create_response_from_buffer(strlen(text), text, MHD_RESPMEM_MUST_FREE));
+}
+
+bool exchange_reply_fault(struct exchange *x, const struct fault *fault)
+{
+    bool anthropic = x->route && (x->route->flags & ROUTE_ANTHROPIC);
+    return exchange_reply_json(x, fault->status,
+                               anthropic ? fault_anthropic_json(fault) : fault_openai_json(fault));
+}
+
+bool exchange_reply_stream(struct exchange *x, MHD_ContentReaderCallback read, void *user)
+{
+    enum { EXCHANGE_BLOCK = 8192 };
+    struct MHD_Response *response =
+        MHD_create_response_from_callback(MHD_SIZE_UNKNOWN, EXCHANGE_BLOCK, read, user, NULL);
+    if (response)
+        MHD_add_response_header(response, "X-Accel-Buffering", "no");
+    return exchange_queue(x, 200, "text/event-stream", response);
+}

@@ -1,0 +1,58 @@
+/* Owns the file. A line is written in one call, under a lock, and flushed. */
+#include "server/trace.h"
+
+#include "base/mem.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+struct trace {
+    FILE *file;
+    pthread_mutex_t lock;
+};
+
+bool trace_open(const char *path, struct trace **out, struct err *err)
+{
+    FILE *file = fopen(path, "ae");
+    if (!file)
+        return err_set(err, ERR_USAGE, "cannot write the trace to %s: %s", path, strerror(errno));
+    struct trace *trace = mem_new(1, sizeof *trace);
+    trace->file = file;
+    pthread_mutex_init(&trace->lock, NULL);
+    *out = trace;
+    return true;
+}
+
+void trace_close(struct trace *trace)
+{
+    if (!trace)
+        return;
+    fclose(trace->file);
+    pthread_mutex_destroy(&trace->lock);
+    free(trace);
+}
+
+void trace_write(struct trace *trace, const char *id, const char *event, json_t *fields)
+{
+    if (trace) {
+        struct timespec now;
+        clock_gettime(CLOCK_REALTIME, &now);
+        json_t *line =
+            json_pack("{s:f,s:s,s:s}", "time", (double)now.tv_sec + (double)now.tv_nsec * 1e-9,
+                      "id", id, "event", event);
+        json_object_update(line, fields);
+        char *text = json_dumps(line, JSON_COMPACT | JSON_PRESERVE_ORDER | JSON_REAL_PRECISION(17));
+        pthread_mutex_lock(&trace->lock);
+        if (text)
+            fprintf(trace->file, "%s\n", text);
+        fflush(trace->file);
+        pthread_mutex_unlock(&trace->lock);
+        free(text);
+        json_decref(line);
+    }
+    json_decref(fields);
+}
