@@ -90,8 +90,8 @@ $(B)/libcalla.a: $(LIB_OBJ)
 
 # Kernels of a level are compiled for that level; the level is chosen at run time.
 $(B)/src/backend/cpu/ref_%.o $(B)/src/backend/cpu/cpu_weight.o: CFLAGS += -O3
-$(B)/src/backend/cpu/avx2_%.o: CFLAGS += -mavx2 -mfma -mf16c -O3
-$(B)/src/backend/cpu/avx512_%.o: CFLAGS += -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx512bf16 -mfma -mf16c -O3
+$(B)/src/backend/cpu/avx2_%.o: CFLAGS += -mavx2 -mfma -O3
+$(B)/src/backend/cpu/avx512_%.o: CFLAGS += -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx2 -mfma -O3
 
 $(B)/%.o: %.c
 	@mkdir -p $(@D)

@@ -36,6 +36,14 @@ static bool cpu_has_avx2(void)
 {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
+
+/* Asks the operating system too: it must save the wide registers. */
+static bool cpu_has_avx512(void)
+{
+    return cpu_has_avx2() && __builtin_cpu_supports("avx512f") &&
+           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+}
 #endif
 
 /* Slowest first. Opening a level fills the table with every level up to it in turn, so each one
@@ -49,6 +57,7 @@ static const struct cpu_level {
     {"cpu/ref", cpu_always, cpu_fill_ref, KV_F32},
 #if defined(__x86_64__)
     {"cpu/avx2", cpu_has_avx2, avx2_fill, KV_BF16},
+    {"cpu/avx512", cpu_has_avx512, avx512_fill, KV_BF16},
 #endif
 };
 

@@ -4,47 +4,9 @@
  * shift and a mask. dot4_panel keeps lanes = 8 outputs: 16 weight rows x 64 values are transposed
  * once into 2 KB and then meet every row of the tile, four at a time: 8 integer sums, 2 weights, an
  * activation pair and a product stay in registers. */
-#include <immintrin.h>
+#include "backend/cpu/dot4_x86.h"
 
 enum { DOT4_PANEL = 16, DOT4_MANY = 4 };
-
-static inline bool dot4_has(void)
-{
-    return true;
-}
-
-SIMD_INLINE void dot4_order(const int16_t *q, int16_t *out)
-{
-    const __m256i pair = _mm256_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15, 0,
-                                          1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
-    const __m256i lanes = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    __m256i v[4], a[4];
-    for (int j = 0; j < 4; j++)
-        v[j] = _mm256_shuffle_epi8(_mm256_loadu_si256((const __m256i *)q + j), pair);
-    a[0] = _mm256_unpacklo_epi32(v[0], v[1]);
-    a[1] = _mm256_unpackhi_epi32(v[0], v[1]);
-    a[2] = _mm256_unpacklo_epi32(v[2], v[3]);
-    a[3] = _mm256_unpackhi_epi32(v[2], v[3]);
-    v[0] = _mm256_unpacklo_epi64(a[0], a[2]);
-    v[1] = _mm256_unpackhi_epi64(a[0], a[2]);
-    v[2] = _mm256_unpacklo_epi64(a[1], a[3]);
-    v[3] = _mm256_unpackhi_epi64(a[1], a[3]);
-    for (int p = 0; p < 4; p++)
-        _mm256_storeu_si256((__m256i *)out + p, _mm256_permutevar8x32_epi32(v[p], lanes));
-}
-
-/* Eight bf16 of an array that ends after n; zero past its end. */
-SIMD_INLINE __m256 dot4_load_factors(const uint16_t *p, uint32_t n)
-{
-    if (n >= 8)
-        return vf_load_bf16(p);
-    uint16_t copy[8] = {0};
-    memcpy(copy, p, n * sizeof *p);
-    return vf_load_bf16(copy);
-}
-
-/* The weights are read ahead by so much, past what the hardware prefetches at page borders. */
-enum { DOT4_AHEAD = 4096 };
 
 SIMD_INLINE void dot4_row(struct fast_codes w, const struct fast_tile *x, uint32_t first, int n,
                           vf *acc)
@@ -93,42 +55,6 @@ SIMD_INLINE void dot4_row(struct fast_codes w, const struct fast_tile *x, uint32
     }
     for (int t = 0; t < n; t++)
         acc[t] = vf_add(acc[t], odd[t]);
-}
-
-/* 8 x 8 words: out[i] lane r = in[r] lane i. */
-SIMD_INLINE void dot4_transpose(const __m256i in[8], __m256i out[8])
-{
-    __m256i a[8], b[8];
-    for (int i = 0; i < 4; i++) {
-        a[2 * i] = _mm256_unpacklo_epi32(in[2 * i], in[2 * i + 1]);
-        a[2 * i + 1] = _mm256_unpackhi_epi32(in[2 * i], in[2 * i + 1]);
-    }
-    for (int i = 0; i < 2; i++) {
-        b[4 * i] = _mm256_unpacklo_epi64(a[4 * i], a[4 * i + 2]);
-        b[4 * i + 1] = _mm256_unpackhi_epi64(a[4 * i], a[4 * i + 2]);
-        b[4 * i + 2] = _mm256_unpacklo_epi64(a[4 * i + 1], a[4 * i + 3]);
-        b[4 * i + 3] = _mm256_unpackhi_epi64(a[4 * i + 1], a[4 * i + 3]);
-    }
-    for (int i = 0; i < 4; i++) {
-        out[i] = _mm256_permute2x128_si256(b[i], b[i + 4], 0x20);
-        out[i + 4] = _mm256_permute2x128_si256(b[i], b[i + 4], 0x31);
-    }
-}
-
-/* Scale and bias of 16 rows: f32 [blocks rounded up to 8, 16]. */
-SIMD_INLINE void dot4_factors(const uint16_t *from, const uint32_t row[16], uint32_t blocks,
-                              float *out)
-{
-    for (uint32_t g = 0; g < blocks; g += 8)
-        for (int half = 0; half < 2; half++) {
-            __m256i in[8], columns[8];
-            for (int r = 0; r < 8; r++)
-                in[r] = _mm256_castps_si256(
-                    dot4_load_factors(from + (size_t)row[half * 8 + r] * blocks + g, blocks - g));
-            dot4_transpose(in, columns);
-            for (int i = 0; i < 8; i++)
-                vf_store(out + (g + (uint32_t)i) * 16 + half * 8, _mm256_castsi256_ps(columns[i]));
-        }
 }
 
 /* Codes of 16 rows x block g as pairs: i16 [32 pairs][16 rows][2]. */
@@ -204,18 +130,11 @@ SIMD_INLINE void dot4_panel(struct fast_codes w, uint32_t count, const struct fa
         dot4_decode(w.codes, row, x->blocks, g, tile);
         const float *s = scale + (size_t)g * DOT4_PANEL, *b = bias + (size_t)g * DOT4_PANEL;
         uint32_t t = 0;
-        for (; x->rows - t >= DOT4_MANY; t += DOT4_MANY)
-            dot4_block(tile, x, g, t, DOT4_MANY, s, b, out);
-        switch (x->rows - t) {
-        case 3:
-            dot4_block(tile, x, g, t, 3, s, b, out);
-            break;
-        case 2:
+        for (; x->rows - t >= 4; t += 4)
+            dot4_block(tile, x, g, t, 4, s, b, out);
+        for (; x->rows - t >= 2; t += 2)
             dot4_block(tile, x, g, t, 2, s, b, out);
-            break;
-        case 1:
+        if (t < x->rows)
             dot4_block(tile, x, g, t, 1, s, b, out);
-            break;
-        }
     }
 }
