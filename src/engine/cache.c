@@ -23,8 +23,11 @@ struct cache_node {
     struct cache_node *newer, *older;            /* by last use, while it has a snapshot */
 };
 
+enum { CACHE_DISK_GAIN = 64 }; /* tokens that a read from disk must spare */
+
 struct cache {
     struct state *state;
+    struct disk *disk; /* or null */
     uint64_t limit;
     struct cache_node root;
     struct cache_node *newest, *oldest;
@@ -147,8 +150,61 @@ static void cache_drop_snapshot(struct cache *cache, struct cache_node *node)
     cache_prune(cache, node);
 }
 
+/* The tokens from the root to a node's end; free() releases them. */
+static int32_t *cache_spell(const struct cache_node *node)
+{
+    int32_t *tokens = mem_new(node->pos, sizeof *tokens);
+    for (; node->parent; node = node->parent)
+        memcpy(tokens + node->pos - node->len, node->tokens, node->len * sizeof *tokens);
+    return tokens;
+}
+
+/* The whole pages from the root to a node's end. */
+static uint32_t *cache_list_pages(const struct cache_node *node)
+{
+    uint32_t *page = mem_new(node->pos / KV_PAGE, sizeof *page);
+    for (; node->parent; node = node->parent)
+        if (cache_pages(node))
+            memcpy(page + cache_first_page(node), node->page, cache_pages(node) * sizeof *page);
+    return page;
+}
+
+/* Hands a node's snapshot (which it loses) and those of its pages that are not there yet to the
+ * disk, the pages first: a snapshot alone is of no use. */
+static void cache_save(struct cache *cache, struct cache_node *node, bool wait)
+{
+    struct state *state = cache->state;
+    int32_t *tokens = cache_spell(node);
+    uint32_t *page = cache_list_pages(node);
+    struct disk_key *keys = mem_new(node->pos + 1, sizeof *keys);
+    bool ok = true;
+    disk_name_prefixes(tokens, node->pos, keys);
+    for (uint32_t i = 0; ok && i < node->pos / KV_PAGE; i++) {
+        uint32_t end = (i + 1) * KV_PAGE;
+        if (disk_has(cache->disk, DISK_PAGE, keys[end]))
+            continue;
+        uint8_t *bytes = malloc(state_page_bytes(state));
+        ok = bytes && snapshot_read_page(state, page[i], bytes, NULL);
+        if (ok)
+            ok = disk_write(cache->disk, DISK_PAGE, keys[end], tokens + end - KV_PAGE, KV_PAGE, end,
+                            bytes, state_page_bytes(state), wait);
+        else
+            free(bytes);
+    }
+    if (ok && !disk_has(cache->disk, DISK_SNAPSHOT, keys[node->pos])) {
+        disk_write(cache->disk, DISK_SNAPSHOT, keys[node->pos], tokens, node->pos, node->pos,
+                   node->snapshot, snapshot_bytes(state, node->pos), wait);
+        node->snapshot = NULL;
+    }
+    free(tokens);
+    free(page);
+    free(keys);
+}
+
 static void cache_evict(struct cache *cache, struct cache_node *node)
 {
+    if (cache->disk)
+        cache_save(cache, node, false);
     cache->stats.evictions++;
     cache_drop_snapshot(cache, node);
 }
@@ -235,11 +291,12 @@ static struct cache_node *cache_reach(struct cache *cache, const int32_t *tokens
 
 /* ---- the calls ---------------------------------------------------------------------------- */
 
-struct cache *cache_open(struct state *state, uint64_t bytes)
+struct cache *cache_open(struct state *state, uint64_t bytes, struct disk *disk)
 {
     struct cache *cache = mem_new(1, sizeof *cache);
     cache->state = state;
     cache->limit = bytes;
+    cache->disk = disk;
     return cache;
 }
 
@@ -247,8 +304,11 @@ void cache_close(struct cache *cache)
 {
     if (!cache)
         return;
-    while (cache->oldest)
+    while (cache->oldest) {
+        if (cache->disk)
+            cache_save(cache, cache->oldest, true);
         cache_drop_snapshot(cache, cache->oldest);
+    }
     assert(!cache->root.child && cache->stats.bytes == 0);
     free(cache);
 }
@@ -259,21 +319,106 @@ uint32_t cache_find(const struct cache *cache, const int32_t *tokens, uint32_t n
     return node ? node->pos : 0;
 }
 
+/* The snapshot is the cache's from now on: of tokens[0..n), which the slot holds. */
+static bool cache_insert(struct cache *cache, const int32_t *tokens, uint32_t n, uint32_t slot,
+                         uint8_t *snapshot)
+{
+    struct cache_node *node = cache_reach(cache, tokens, n, slot);
+    assert(!node->snapshot);
+    node->snapshot = snapshot;
+    cache->stats.bytes += snapshot_bytes(cache->state, n);
+    cache->stats.entries++;
+    cache_note_use(cache, node);
+    while (cache->stats.bytes > cache->limit && cache->oldest != node)
+        cache_evict(cache, cache->oldest);
+    if (cache->stats.bytes <= cache->limit)
+        return true;
+    cache_drop_snapshot(cache, node);
+    return false;
+}
+
+/* Reads page i of tokens from disk into the page that the slot has for it. */
+static bool cache_load_page(struct cache *cache, const int32_t *tokens, const struct disk_key *keys,
+                            uint32_t i, uint32_t page)
+{
+    struct state *state = cache->state;
+    uint32_t end = (i + 1) * KV_PAGE;
+    uint64_t n = state_page_bytes(state);
+    uint8_t *bytes = malloc(n);
+    bool ok = bytes &&
+              disk_read(cache->disk, DISK_PAGE, keys[end], tokens + end - KV_PAGE, KV_PAGE, end,
+                        bytes, n) &&
+              snapshot_write_page(state, page, bytes, NULL);
+    free(bytes);
+    return ok;
+}
+
+/* Brings the disk's snapshot of tokens[0..n) into the empty slot, and into the tree; of its pages
+ * those that `known` (or null) has are shared. The slot is left in any state when it fails. */
+static bool cache_load(struct cache *cache, const int32_t *tokens, uint32_t n,
+                       const struct disk_key *keys, const struct cache_node *known, uint32_t slot)
+{
+    struct state *state = cache->state;
+    uint32_t have = known ? known->pos / KV_PAGE : 0;
+    uint64_t bytes = snapshot_bytes(state, n);
+    uint8_t *snapshot = malloc(bytes);
+    bool ok =
+        snapshot && disk_read(cache->disk, DISK_SNAPSHOT, keys[n], tokens, n, n, snapshot, bytes);
+    if (ok && have) {
+        uint32_t *page = cache_list_pages(known);
+        state_attach_pages(state, slot, page, have);
+        free(page);
+    }
+    state->slot_pos[slot] = have * KV_PAGE;
+    ok = ok && cache_make_room(cache, (n + KV_PAGE - 1) / KV_PAGE - have) &&
+         state_reserve(state, slot, n / KV_PAGE * KV_PAGE - have * KV_PAGE, NULL);
+    for (uint32_t i = have; ok && i < n / KV_PAGE; i++)
+        ok = cache_load_page(cache, tokens, keys, i,
+                             state->host_table[(size_t)slot * state->pages_max + i]);
+    if (!ok || !snapshot_load(state, slot, n, snapshot, NULL)) {
+        free(snapshot);
+        return false;
+    }
+    cache_insert(cache, tokens, n, slot, snapshot);
+    return true;
+}
+
+/* Looks on disk for what is longer than `known`; returns its length, or 0 with the slot empty. */
+static uint32_t cache_restore_from_disk(struct cache *cache, const int32_t *tokens, uint32_t n,
+                                        const struct cache_node *known, uint32_t slot)
+{
+    struct disk_key *keys = mem_new((size_t)n + 1, sizeof *keys);
+    uint32_t least = (known ? known->pos : 0) + CACHE_DISK_GAIN, found;
+    disk_name_prefixes(tokens, n, keys);
+    cache->pinned = known;
+    while ((found = disk_find(cache->disk, keys, least, n)) &&
+           !cache_load(cache, tokens, found, keys, known, slot)) {
+        state_reset(cache->state, slot);
+        n = found - 1; /* a shorter one may be whole */
+    }
+    cache->pinned = NULL;
+    free(keys);
+    return found;
+}
+
 uint32_t cache_restore(struct cache *cache, const int32_t *tokens, uint32_t n, uint32_t slot)
 {
     struct state *state = cache->state;
     struct cache_node *node = cache_deepest(cache, tokens, n);
     struct err err = {0};
+    uint32_t loaded = 0;
+    if (node)
+        cache_touch(cache, node);
+    if (cache->disk && (loaded = cache_restore_from_disk(cache, tokens, n, node, slot))) {
+        cache->stats.hits++;
+        return loaded;
+    }
     if (!node) {
         cache->stats.misses++;
         return 0;
     }
-    cache_touch(cache, node);
-    uint32_t pages = node->pos / KV_PAGE, *page = mem_new(pages, sizeof *page);
-    for (const struct cache_node *at = node; at->parent; at = at->parent)
-        if (cache_pages(at))
-            memcpy(page + cache_first_page(at), at->page, cache_pages(at) * sizeof *page);
-    state_attach_pages(state, slot, page, pages);
+    uint32_t *page = cache_list_pages(node);
+    state_attach_pages(state, slot, page, node->pos / KV_PAGE);
     free(page);
     cache->pinned = node;
     bool has_room = node->pos % KV_PAGE == 0 || cache_make_room(cache, 1);
@@ -317,17 +462,8 @@ void cache_store(struct cache *cache, const int32_t *tokens, uint32_t n, uint32_
                                                 : "out of memory");
         return;
     }
-    struct cache_node *node = cache_reach(cache, tokens, n, slot);
-    node->snapshot = snapshot;
-    cache->stats.bytes += bytes;
-    cache->stats.entries++;
-    cache_note_use(cache, node);
-    while (cache->stats.bytes > cache->limit && cache->oldest != node)
-        cache_evict(cache, cache->oldest);
-    if (cache->stats.bytes > cache->limit) {
-        cache_drop_snapshot(cache, node);
+    if (!cache_insert(cache, tokens, n, slot, snapshot))
         cache_store_failed(cache, n, "it takes more than the cache may hold");
-    }
 }
 
 void cache_drop(struct cache *cache, const int32_t *tokens, uint32_t n)
@@ -335,6 +471,12 @@ void cache_drop(struct cache *cache, const int32_t *tokens, uint32_t n)
     struct cache_node *node;
     while ((node = cache_deepest(cache, tokens, n)))
         cache_drop_snapshot(cache, node);
+    if (cache->disk) {
+        struct disk_key *keys = mem_new((size_t)n + 1, sizeof *keys);
+        disk_name_prefixes(tokens, n, keys);
+        disk_drop(cache->disk, keys, n);
+        free(keys);
+    }
 }
 
 bool cache_make_room(struct cache *cache, uint64_t pages)

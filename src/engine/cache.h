@@ -7,6 +7,7 @@
 #ifndef ENGINE_CACHE_H
 #define ENGINE_CACHE_H
 
+#include "engine/disk.h"
 #include "model/state.h"
 
 struct cache;
@@ -16,15 +17,17 @@ struct cache_stats {
     uint64_t hits, misses, evictions, store_failed;
 };
 
-/* At most `bytes` of snapshots and pages; the least recently used go first. */
-struct cache *cache_open(struct state *state, uint64_t bytes);
+/* At most `bytes` of snapshots and pages; the least recently used go first: to `disk`, where there
+ * is one (the caller's, may be null), from where they come back. */
+struct cache *cache_open(struct state *state, uint64_t bytes, struct disk *disk);
+/* What is kept goes to disk. */
 void cache_close(struct cache *cache);
 
 /* Length of the longest prefix of tokens[0..n) that has a snapshot; 0: none. */
 uint32_t cache_find(const struct cache *cache, const int32_t *tokens, uint32_t n);
 
-/* Brings that snapshot into the slot, which is empty, and returns its length; 0 leaves the slot
- * empty. */
+/* Brings that snapshot, or a longer one from disk, into the slot, which is empty, and returns its
+ * length; 0 leaves the slot empty. */
 uint32_t cache_restore(struct cache *cache, const int32_t *tokens, uint32_t n, uint32_t slot);
 
 /* Keeps what the slot holds, exactly tokens[0..n). A failure is counted, and harmless. */

@@ -8,6 +8,7 @@
 struct scheduler;
 
 struct engine {
+    char *folder; /* the model's */
     struct device *device;
     struct model model;
     struct state state; /* options.parallel slots */

@@ -191,6 +191,7 @@ static bool engine_open_parts(struct engine *engine, const struct engine_options
 bool engine_open(const struct engine_options *options, struct engine **out, struct err *err)
 {
     struct engine *engine = mem_new(1, sizeof *engine);
+    engine->folder = mem_copy_text(options->model, strlen(options->model));
     engine->chunk = options->chunk ? options->chunk : ENGINE_CHUNK;
     engine->parallel = options->parallel ? options->parallel : 1;
     if (!engine_open_parts(engine, options, err)) {
@@ -218,6 +219,7 @@ void engine_close(struct engine *engine)
     if (engine->device)
         device_close(engine->device);
     free(engine->logits);
+    free(engine->folder);
     free(engine);
 }
 

@@ -5,6 +5,8 @@
  * null or holds a slot of its own, and only the stepping thread changes it, under the lock. */
 #include "engine/step.h"
 
+#include "base/hash.h"
+#include "base/log.h"
 #include "base/mem.h"
 
 #include <assert.h>
@@ -15,6 +17,22 @@ enum { SCHEDULER_QUEUE = 64 };
 
 /* ---- opening ------------------------------------------------------------------------------ */
 
+/* A folder that cannot be used costs the second tier, not the service. */
+static struct disk *scheduler_open_disk(const struct engine *engine,
+                                        const struct scheduler_options *options)
+{
+    struct disk *disk = NULL;
+    struct err err = {0};
+    uint64_t model, limit = options->cache_disk_bytes ? options->cache_disk_bytes : 16ull << 30;
+    if (!options->cache_dir)
+        return NULL;
+    if (!disk_hash_model(engine->folder, &model, &err) ||
+        !disk_open(options->cache_dir, limit,
+                   hash_step(model, (uint64_t)engine->state.limits.kv_kind), &disk, &err))
+        log_warn("the prefix cache stays in memory only: %s", err.text);
+    return disk;
+}
+
 bool scheduler_open(struct engine *engine, const struct scheduler_options *options,
                     struct scheduler **out, struct err *err)
 {
@@ -23,7 +41,8 @@ bool scheduler_open(struct engine *engine, const struct scheduler_options *optio
     uint32_t parallel = engine->parallel;
     uint64_t cache_bytes = options->cache_bytes ? options->cache_bytes : mem_machine_bytes() / 10;
     s->engine = engine;
-    s->cache = cache_open(&engine->state, cache_bytes);
+    s->disk = scheduler_open_disk(engine, options);
+    s->cache = cache_open(&engine->state, cache_bytes, s->disk);
     s->prefill_rows = options->prefill_rows;
     s->running = mem_new(parallel, sizeof *s->running);
     s->tokens = mem_new((size_t)engine->chunk + parallel, sizeof *s->tokens);
@@ -62,6 +81,7 @@ void scheduler_close(struct scheduler *s)
         step_cancel(s, sequence);
     }
     cache_close(s->cache);
+    disk_close(s->disk);
     pthread_cond_destroy(&s->wake);
     pthread_mutex_destroy(&s->lock);
     free(s->running);

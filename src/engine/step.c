@@ -427,6 +427,9 @@ static bool step_is_starved(struct scheduler *s)
 static void step_note_step(struct scheduler *s)
 {
     struct cache_stats cache = cache_read_stats(s->cache);
+    struct disk_stats disk = {0};
+    if (s->disk)
+        disk = disk_read_stats(s->disk);
     pthread_mutex_lock(&s->lock);
     s->stats.steps++;
     s->stats.cache_bytes = cache.bytes;
@@ -434,7 +437,9 @@ static void step_note_step(struct scheduler *s)
     s->stats.cache_hits = cache.hits;
     s->stats.cache_misses = cache.misses;
     s->stats.cache_evictions = cache.evictions;
-    s->stats.store_failed = cache.store_failed;
+    s->stats.store_failed = cache.store_failed + disk.failed;
+    s->stats.disk_bytes = disk.bytes;
+    s->stats.disk_entries = disk.entries;
     pthread_mutex_unlock(&s->lock);
 }
 

@@ -10,6 +10,7 @@
 struct scheduler {
     struct engine *engine;
     struct cache *cache;
+    struct disk *disk;         /* the cache's second tier, or null */
     struct sequence **running; /* [engine->parallel] */
     uint32_t turn;             /* the running request that is served first when rows are short */
     uint32_t prefill_rows;     /* from the options; 0: by time */
