@@ -5,6 +5,7 @@
   sizes      host files up to 620 lines, functions up to 90 (tests and kernels of a device excepted)
   banned     calls that overflow, lose errors or hold hidden state
   exits      only cmd/ prints for the user or ends the process (base/mem.c excepted: out of memory)
+  pitfalls   every test that tests/pitfalls.md names is in the file named there
   text       no tabs, no trailing blanks, lines up to 100 columns
   format     clang-format, where it is installed
 """
@@ -87,6 +88,23 @@ def check_text(path, text):
             report(path, n, f"{len(line)} columns (at most {COLUMNS})")
 
 
+def check_pitfalls(path):
+    with open(os.path.join(ROOT, path), encoding="utf-8") as f:
+        text = f.read()
+    for n, line in enumerate(text.splitlines(), 1):
+        row = re.match(r"\| (\d+b?) \|.*\| (\S.*) \|$", line)
+        if re.match(r"\| *\d", line) and not row:
+            report(path, n, "a row is `| number | fault | test |`")
+        for file, name in re.findall(r"`([a-z0-9_]+/[^`: ]+): ([^`]*)`", line):
+            file = os.path.join(ROOT, "tests", file)
+            if not os.path.isfile(file):
+                report(path, n, f"there is no {os.path.relpath(file, ROOT)}")
+                continue
+            with open(file, encoding="utf-8") as f:
+                if not re.search(r"^(static void|void|def) %s\(" % re.escape(name), f.read(), re.M):
+                    report(path, n, f"{os.path.relpath(file, ROOT)} has no test {name}")
+
+
 def check_format(paths):
     tool = shutil.which("clang-format")
     if not tool or not paths:
@@ -110,6 +128,7 @@ def main():
             check_layers(path, text)
             check_calls(path, code)
             check_sizes(path, code)
+    check_pitfalls("tests/pitfalls.md")
     check_format([p for p in sources if "/metal/" not in p])
     for line in found:
         print(line)
