@@ -55,7 +55,8 @@ struct engine_request {
     size_t prompt_len;
     uint32_t max_tokens; /* 0: until the context ends */
     struct sampler_options sampling;
-    const char *const *stop; /* [stop_count] stop strings, not part of the answer */
+    const char *const *stop; /* [stop_count] stop strings, not part of the answer; in an open
+                              * thought they do not count */
     size_t stop_count;
     bool ignore_eos;
     bool logprobs;

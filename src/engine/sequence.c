@@ -195,7 +195,10 @@ static void sequence_add_text(struct sequence *s, int32_t id)
     buf_clear(&s->piece);
     if (s->engine->tokenizer)
         detokenizer_push(&s->detokenizer, id, &s->piece);
-    stops_push(&s->stops, s->piece.data, s->piece.len, &s->text);
+    if (s->thinking) /* stop strings are for the answer: a thought may mention them */
+        buf_append(&s->text, s->piece.data, s->piece.len);
+    else
+        stops_push(&s->stops, s->piece.data, s->piece.len, &s->text);
 }
 
 /* Hands the certain text over; false when the caller cancels. */

@@ -21,11 +21,12 @@
 #include <time.h>
 
 enum {
-    HTTP_ARRIVE_S = 60,     /* to send a request's headers, and as long to stay idle */
-    HTTP_BODY_S = 120,      /* for its body */
-    HTTP_STALL_S = 120,     /* without reading anything of a reply */
-    HTTP_STACK = 1 << 20,   /* a connection's thread */
-    HTTP_HEADERS = 1 << 15, /* a connection's buffer: bounds its headers */
+    HTTP_ARRIVE_S = 60,        /* to send a request's headers, and as long to stay idle */
+    HTTP_BODY_S = 120,         /* for its body */
+    HTTP_STALL_S = 120,        /* without reading anything of a reply */
+    HTTP_LAST_WORDS_MS = 1000, /* for streams to end with an error when the server closes */
+    HTTP_STACK = 1 << 20,      /* a connection's thread */
+    HTTP_HEADERS = 1 << 15,    /* a connection's buffer: bounds its headers */
 };
 
 enum connection_state { CONNECTION_IDLE, CONNECTION_BODY, CONNECTION_BUSY, CONNECTION_REPLY };
@@ -298,8 +299,7 @@ static bool http_listen(struct server *server, struct err *err)
         server, MHD_OPTION_NOTIFY_CONNECTION, http_on_connection, server,
         MHD_OPTION_URI_LOG_CALLBACK, http_on_line, server, MHD_OPTION_CONNECTION_LIMIT,
         o->max_connections, MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)HTTP_HEADERS,
-        MHD_OPTION_THREAD_STACK_SIZE, (size_t)HTTP_STACK, MHD_OPTION_LISTENING_ADDRESS_REUSE, 1u,
-        MHD_OPTION_END);
+        MHD_OPTION_THREAD_STACK_SIZE, (size_t)HTTP_STACK, MHD_OPTION_END);
     freeaddrinfo(found);
     if (!server->daemon)
         return err_set(err, ERR_USAGE,
@@ -353,8 +353,12 @@ void server_close(struct server *server)
     if (!server)
         return;
     answer_stop_all(server);
-    if (server->daemon)
+    if (server->daemon) {
+        /* What runs says why it ends, where its client listens. */
+        for (int i = 0; i < HTTP_LAST_WORDS_MS && server_drain(server); i++)
+            nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
         MHD_stop_daemon(server->daemon);
+    }
     trace_close(server->trace);
     pthread_mutex_destroy(&server->lock);
     free(server);

@@ -141,7 +141,7 @@ static void stream_take_token(struct choice *c, const struct mail *mail)
             c->reasoning_tokens++;
             c->thinking = mail->id != a->think_end;
         }
-        if (a->stop_count) {
+        if (a->stop_count && !c->thinking) {
             size_t n;
             const char *bytes = tokenizer_bytes(engine_tokenizer(a->server->engine), mail->id, &n);
             buf_append(&c->tail, bytes, n);
