@@ -5,6 +5,7 @@
 #   make test-long       the same tests at their full counts
 #   make lint format     checks of style and layers; reformat
 #   make SAN=1 ...       address and undefined-behaviour sanitizers, into build/san/
+#   make SAN=thread ...  the thread sanitizer, into build/tsan/
 #   make CUDA=0 ...      leave the CUDA backend out although nvcc is there
 #   make V=1 ...         show the commands
 
@@ -13,6 +14,8 @@ ARCH := $(shell uname -m)
 SAN ?= 0
 ifeq ($(SAN),1)
 B := build/san
+else ifeq ($(SAN),thread)
+B := build/tsan
 else
 B := build
 endif
@@ -35,6 +38,9 @@ LDLIBS += $(shell $(PKG_CONFIG) --libs $(PKGS)) -lm
 ifeq ($(SAN),1)
 CFLAGS += -fsanitize=address,undefined -fno-sanitize-recover=all
 LDFLAGS += -fsanitize=address,undefined
+else ifeq ($(SAN),thread)
+CFLAGS += -fsanitize=thread
+LDFLAGS += -fsanitize=thread
 endif
 
 # Sources. cmd/ is the program; all the rest is the library that tests link too.
@@ -48,7 +54,7 @@ LIB_SRC += $(wildcard src/backend/cpu/neon_*.c)
 endif
 # CUDA: built when nvcc is there; the program runs without a GPU or driver all the same.
 NVCC ?= $(firstword $(wildcard /usr/local/cuda/bin/nvcc) $(shell command -v nvcc 2>/dev/null))
-CUDA ?= $(if $(NVCC),$(if $(filter 1,$(SAN)),0,1),0)
+CUDA ?= $(if $(NVCC),$(if $(filter 1 thread,$(SAN)),0,1),0)
 CUDA_SRC :=
 ifeq ($(CUDA),1)
 CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(NVCC))

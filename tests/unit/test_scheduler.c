@@ -270,7 +270,7 @@ static void requests_are_cancelled_in_every_phase(void **unused)
 static void streams_go_on_while_prompts_are_read(void **unused)
 {
     (void)unused;
-    uint32_t n = long_form() ? 8000 : 3000, step = 0;
+    uint32_t n = long_form() ? 8000 : 1500, step = 0;
     struct engine *engine = serve_open("models/demo", NULL, 8192, 512, 3);
     struct scheduler *scheduler = serve_schedule(engine, without_cache);
     struct token_list prompt = {0}, big = noise(n, 5);
