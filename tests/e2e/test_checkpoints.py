@@ -211,7 +211,7 @@ def test_quantize_refuses(tmp_path):
     _, err = calla("quantize", "-m", f"{FIXTURES}/fixture-mlx", "-o", str(tmp_path / "q"), code=3)
     assert "is quantised already" in err
     _, err = calla("quantize", "-m", "/nowhere", "-o", str(tmp_path / "q"), code=3)
-    assert "cannot open /nowhere/config.json" in err
+    assert "/nowhere" in err
     for args in (["-m", "x"], ["-o", "x"], ["-m", "x", "-o", "y", "--bits", "7"],
                  ["-m", "x", "-o", "y", "--module", "lm_head"], ["--nonsense"]):
         calla("quantize", *args, code=2)
