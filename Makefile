@@ -99,6 +99,8 @@ $(B)/src/backend/cpu/ref_%.o $(B)/src/backend/cpu/cpu_weight.o: CFLAGS += -O3
 $(B)/src/backend/cpu/avx2_%.o: CFLAGS += -mavx2 -mfma -O3
 $(B)/src/backend/cpu/avx512_%.o: CFLAGS += -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx2 -mfma -O3
 
+$(B)/src/backend/cpu/neon_%.o: CFLAGS += -march=armv8.2-a+dotprod -O3
+
 $(B)/%.o: %.c
 	@mkdir -p $(@D)
 	$(call say,CC  )
@@ -136,8 +138,30 @@ $(B)/kcheck: $(KCHECK_SRC:%.c=$(B)/%.o) $(B)/libcalla.a
 	$(call say,LINK)
 	$(Q)$(CC) $(LDFLAGS) -o $@ $^ $(LDLIBS)
 
+# kcheck for Arm, to run under qemu-aarch64: a static program of the backend alone, no library.
+ARM_CC ?= aarch64-linux-gnu-gcc
+HAVE_ARM_CC := $(if $(filter x86_64 amd64,$(ARCH)),$(if $(wildcard /usr/aarch64-linux-gnu/include/stdio.h),\
+               $(shell command -v $(ARM_CC) 2>/dev/null)))
+ARM := build/arm64
+ARM_SRC := $(KCHECK_SRC) src/base/err.c src/base/mem.c src/base/pool.c $(wildcard src/backend/*.c src/backend/cpu/cpu*.c \
+             src/backend/cpu/ref_*.c src/backend/cpu/neon_*.c)
+ARM_OBJ := $(ARM_SRC:%.c=$(ARM)/%.o)
+ARM_FLAGS := -Isrc -D_GNU_SOURCE -std=c11 -O2 -ffp-contract=off -pthread $(WARN)
+$(ARM)/src/backend/cpu/neon_%.o: ARM_FLAGS += -march=armv8.2-a+dotprod -O3
+
+$(ARM)/%.o: %.c
+	@mkdir -p $(@D)
+	$(call say,ARM )
+	$(Q)$(ARM_CC) $(ARM_FLAGS) -MMD -MP -c -o $@ $<
+
+$(ARM)/kcheck: $(ARM_OBJ)
+	$(call say,LINK)
+	$(Q)$(ARM_CC) -static -pthread -o $@ $^ -lm
+
+kcheck-arm64: $(ARM)/kcheck
 kcheck: $(B)/kcheck
-tests: all $(UNIT_BIN) $(FUZZ_BIN) $(if $(KCHECK_SRC),$(B)/kcheck)
+tests: all $(UNIT_BIN) $(FUZZ_BIN) $(if $(KCHECK_SRC),$(B)/kcheck) \
+	$(if $(HAVE_ARM_CC),$(ARM)/kcheck)
 
 # The sanitizer build runs the unit tests and the fuzzers; the plain build runs everything.
 test: tests lint
@@ -160,5 +184,5 @@ format:
 clean:
 	rm -rf build
 
-.PHONY: all kcheck tests test test-long demo lint format clean
--include $(LIB_OBJ:.o=.d) $(CMD_OBJ:.o=.d) $(wildcard $(B)/tests/*.d) $(KCHECK_SRC:%.c=$(B)/%.d)
+.PHONY: all kcheck kcheck-arm64 tests test test-long demo lint format clean
+-include $(LIB_OBJ:.o=.d) $(CMD_OBJ:.o=.d) $(wildcard $(B)/tests/*.d) $(KCHECK_SRC:%.c=$(B)/%.d) $(ARM_OBJ:.o=.d)
