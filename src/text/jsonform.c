@@ -3,6 +3,7 @@
  * Invariant: no form takes the empty text, and none allows two spaces in a row. */
 #include "text/jsonform.h"
 
+#include "text/rawform.h"
 #include "text/values.h"
 
 enum { JSONFORM_DIGITS = 17 /* behind the first one, and of a fraction: 64-bit readers fit */ };
@@ -100,6 +101,10 @@ void jsonform_string_body(struct jsonform *b, uint32_t from, uint32_t end, long 
 {
     struct automaton *a = b->a;
     uint32_t character = jsonform_character(b);
+    if (b->no_tags) {
+        rawform_add_plain(a, from, end, min, max, character);
+        return;
+    }
     for (long i = 0;; i++) {
         bool last = max < 0 ? i >= min : i == max;
         a->nodes[from].text = max < 0 || i < max ? AUTOMATON_JSON_TEXT : AUTOMATON_NO_TEXT;

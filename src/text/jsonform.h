@@ -9,6 +9,7 @@
 struct jsonform {
     struct automaton *a;
     uint32_t any, string, character, number, object;
+    bool no_tags; /* strings spell no tags of calls (rawform.h): the values stand in one */
 };
 
 /* One optional space, one byte: return the node behind. */
