@@ -12,6 +12,7 @@
 #include "text/jsonform.h"
 #include "text/pyjson.h"
 #include "text/rawform.h"
+#include "text/scalar.h"
 #include "text/values.h"
 
 #include <stdlib.h>
@@ -70,8 +71,8 @@ void schema_leave(struct schema_build *b, size_t len)
     b->path.data[len] = 0;
 }
 
-static bool schema_count(struct schema_build *b, const json_t *schema, const char *key, long none,
-                         long *out)
+bool schema_count(struct schema_build *b, const json_t *schema, const char *key, long none,
+                  long *out)
 {
     const json_t *value = json_object_get(schema, key);
     *out = none;
@@ -89,15 +90,42 @@ static bool schema_count(struct schema_build *b, const json_t *schema, const cha
 /* Keywords that say nothing about the value, or that are handled below. */
 bool schema_check_keywords(struct schema_build *b, const json_t *schema)
 {
-    static const char *const fine[] = {
-        "type",       "properties",  "required", "additionalProperties",
-        "enum",       "const",       "items",    "minItems",
-        "maxItems",   "prefixItems", "anyOf",    "oneOf",
-        "allOf",      "$ref",        "$defs",    "definitions",
-        "minLength",  "maxLength",   "minimum",  "nullable",
-        "title",      "description", "default",  "examples",
-        "example",    "$schema",     "$comment", "$id",
-        "deprecated", "readOnly",    "writeOnly"};
+    static const char *const fine[] = {"type",
+                                       "properties",
+                                       "required",
+                                       "additionalProperties",
+                                       "enum",
+                                       "const",
+                                       "items",
+                                       "minItems",
+                                       "maxItems",
+                                       "prefixItems",
+                                       "anyOf",
+                                       "oneOf",
+                                       "allOf",
+                                       "$ref",
+                                       "$defs",
+                                       "definitions",
+                                       "minLength",
+                                       "maxLength",
+                                       "minimum",
+                                       "nullable",
+                                       "title",
+                                       "description",
+                                       "default",
+                                       "examples",
+                                       "example",
+                                       "$schema",
+                                       "$comment",
+                                       "$id",
+                                       "deprecated",
+                                       "readOnly",
+                                       "writeOnly",
+                                       "pattern",
+                                       "format",
+                                       "maximum",
+                                       "exclusiveMinimum",
+                                       "exclusiveMaximum"};
     const char *key;
     json_t *value;
     json_object_foreach((json_t *)schema, key, value)
@@ -138,9 +166,10 @@ static bool schema_types(struct schema_build *b, const json_t *schema, unsigned 
         if (json_object_get(schema, "items") || json_object_get(schema, "prefixItems") ||
             json_object_get(schema, "minItems") || json_object_get(schema, "maxItems"))
             *types |= VALUES_ARRAY;
-        if (json_object_get(schema, "minLength") || json_object_get(schema, "maxLength"))
+        if (json_object_get(schema, "minLength") || json_object_get(schema, "maxLength") ||
+            json_object_get(schema, "pattern") || json_object_get(schema, "format"))
             *types |= VALUES_STRING;
-        if (json_object_get(schema, "minimum"))
+        if (scalar_has_bounds(schema))
             *types |= VALUES_NUMBER;
         if (!*types)
             *types = SCHEMA_ALL;
@@ -168,8 +197,10 @@ static uint32_t schema_add_json(struct schema_build *b, uint32_t from, const cha
 static bool schema_enum(struct schema_build *b, uint32_t from, uint32_t end, const json_t *schema)
 {
     const json_t *list = json_object_get(schema, "enum"), *one = json_object_get(schema, "const");
-    static const char *const others[] = {"properties", "items",     "anyOf",     "oneOf",  "allOf",
-                                         "$ref",       "minLength", "maxLength", "minimum"};
+    static const char *const others[] = {
+        "properties",       "items",           "anyOf",   "oneOf",   "allOf",  "$ref",
+        "minLength",        "maxLength",       "minimum", "pattern", "format", "maximum",
+        "exclusiveMinimum", "exclusiveMaximum"};
     for (size_t i = 0; i < sizeof others / sizeof *others; i++)
         if (json_object_get(schema, others[i]))
             return schema_refuse(b, others[i], "is not supported beside enum or const");
@@ -247,10 +278,8 @@ static bool schema_check_object(struct schema_build *b, const json_t *schema)
         if (!name || !json_object_get(all, name))
             return schema_refuse(b, "required", "names a property that properties lacks");
     }
-    if (json_object_size(all) && more && !json_is_false(more))
-        return schema_refuse(b, "additionalProperties",
-                             "must be false or left out beside properties: further members are "
-                             "not generated");
+    if (more && !json_is_boolean(more) && !json_is_object(more))
+        return schema_refuse(b, "additionalProperties", "must be true, false or a schema");
     return true;
 }
 
@@ -318,42 +347,30 @@ static bool schema_object(struct schema_build *b, uint32_t from, uint32_t end, c
     return true;
 }
 
-bool schema_has_string_limits(const json_t *schema)
-{
-    return json_object_get(schema, "minLength") || json_object_get(schema, "maxLength");
-}
-
-bool schema_add_string(struct schema_build *b, const json_t *schema, bool raw, uint32_t from,
-                       uint32_t end)
-{
-    long min, max;
-    if (!schema_count(b, schema, "minLength", 0, &min) ||
-        !schema_count(b, schema, "maxLength", -1, &max))
-        return false;
-    if (max >= 0 && min > max)
-        return schema_refuse(b, "minLength", "is above maxLength: nothing fits");
-    if (raw)
-        rawform_add_plain(b->a, from, end, min, max, 0);
-    else if (!min && max < 0)
-        automaton_add_call(b->a, from, end, jsonform_string(&b->form));
-    else
-        jsonform_string_body(&b->form, jsonform_step(b->a, from, '"', '"'), end, min, max);
-    return true;
-}
-
 static bool schema_typed(struct schema_build *b, uint32_t from, uint32_t end, const json_t *schema)
 {
     unsigned types;
     if (!schema_types(b, schema, &types))
         return false;
     const json_t *minimum = json_object_get(schema, "minimum");
-    if (minimum && (!json_is_number(minimum) || json_number_value(minimum) != 0))
-        return schema_refuse(b, "minimum", "is supported for 0 only; state it in the description");
-    if (types & VALUES_STRING && !schema_add_string(b, schema, false, from, end))
+    bool bounds = scalar_has_bounds(schema) && types & (VALUES_NUMBER | VALUES_INTEGER);
+    bool positive = minimum && json_is_number(minimum) && json_number_value(minimum) == 0 &&
+                    !json_object_get(schema, "maximum") &&
+                    !json_object_get(schema, "exclusiveMinimum") &&
+                    !json_object_get(schema, "exclusiveMaximum");
+    if (bounds && !positive && types & VALUES_NUMBER)
+        return schema_refuse(b, minimum ? "minimum" : "maximum",
+                             "and other bounds are supported for integers, and minimum 0 for "
+                             "numbers; state it in the description");
+    if (types & VALUES_STRING && !scalar_add_string(b, &b->form, schema, false, from, end))
         return false;
-    if (types & (VALUES_NUMBER | VALUES_INTEGER))
+    if (bounds && !positive) {
+        if (!scalar_add_integer(b, &b->form, schema, from, end))
+            return false;
+    } else if (types & (VALUES_NUMBER | VALUES_INTEGER)) {
         automaton_add_call(b->a, from, end,
-                           jsonform_number(&b->form, !(types & VALUES_NUMBER), minimum != NULL));
+                           jsonform_number(&b->form, !(types & VALUES_NUMBER), positive));
+    }
     jsonform_words(b->a, from, end, types);
     return (!(types & VALUES_ARRAY) || schema_array(b, from, end, schema)) &&
            (!(types & VALUES_OBJECT) || schema_object(b, from, end, schema));
@@ -533,6 +550,11 @@ struct schema_build *schema_open(struct automaton *automaton, const json_t *root
 bool schema_add(struct schema_build *b, const json_t *schema, uint32_t *rule)
 {
     return schema_value(b, schema, rule) && schema_build_later(b);
+}
+
+struct jsonform *schema_form(struct schema_build *b)
+{
+    return &b->form;
 }
 
 void schema_close(struct schema_build *b)

@@ -2,7 +2,7 @@
 #ifndef TEXT_SCHEMA_H
 #define TEXT_SCHEMA_H
 
-#include "text/automaton.h"
+#include "text/jsonform.h"
 
 #include <jansson.h>
 
@@ -15,11 +15,10 @@ struct schema_build;
 struct schema_build *schema_open(struct automaton *automaton, const json_t *root, bool in_call,
                                  struct err *err);
 bool schema_add(struct schema_build *build, const json_t *schema, uint32_t *rule);
-/* A string between its quotes, or (raw) as it is, with the lengths that the schema demands. */
-bool schema_add_string(struct schema_build *build, const json_t *schema, bool raw, uint32_t from,
-                       uint32_t end);
-/* Whether the schema demands anything of its strings. */
-bool schema_has_string_limits(const json_t *schema);
+/* The value of a keyword that counts, `none` when it is not there. */
+bool schema_count(struct schema_build *build, const json_t *schema, const char *key, long none,
+                  long *out);
+struct jsonform *schema_form(struct schema_build *build);
 /* Refuses keywords that are not supported. */
 bool schema_check_keywords(struct schema_build *build, const json_t *schema);
 /* The schema that a $ref leads to, or null. */

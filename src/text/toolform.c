@@ -9,6 +9,7 @@
 #include "base/mem.h"
 #include "text/markup.h"
 #include "text/rawform.h"
+#include "text/scalar.h"
 #include "text/values.h"
 
 #include <stdlib.h>
@@ -126,13 +127,15 @@ static bool toolform_value(struct toolform *t, const json_t *schema, int depth)
         return toolform_words(t, schema);
     unsigned types = values_types(t->function, schema);
     if (types & VALUES_STRING) {
-        if (!schema_has_string_limits(schema))
+        if (!scalar_has_string_limits(schema))
             toolform_raw(t);
-        else if (types != VALUES_STRING)
-            return schema_refuse(t->b, "type",
-                                 "must be string alone beside lengths and patterns; use anyOf");
+        else if (types != VALUES_STRING || t->types & ~(unsigned)(VALUES_STRING | VALUES_NULL))
+            return schema_refuse(
+                t->b, "type",
+                "of a parameter with lengths or patterns must be string, or string and "
+                "null by anyOf");
         else
-            return schema_add_string(t->b, schema, true, t->at, t->value);
+            return scalar_add_string(t->b, schema_form(t->b), schema, true, t->at, t->value);
         return true;
     }
     if (!schema_add(t->b, schema, &rule))

@@ -65,8 +65,26 @@ static json_t *random_enum(struct rand *r)
 
 static json_t *random_string(struct rand *r)
 {
+    static const char *const formats[] = {"date", "time", "date-time", "uuid", "email", "uri"};
+    static const char *const patterns[] = {
+        "^[a-z]+(-[a-z0-9]+)*$",
+        "^(red|green)? ?[0-9]{2,4}$",
+        "^.{3}$",
+        "x+y",
+        "^[^a-z]{2,}q",
+        "^\\\\[\"a]?$",
+        "[.]$",
+        "^(a|bc)(,(a|bc)){0,3}$",
+    };
     json_t *schema = json_pack("{s:s}", "type", "string");
     uint64_t min = rand_below(r, 4);
+    if (rand_below(r, 4) == 0) {
+        bool format = rand_below(r, 2);
+        json_object_set_new(
+            schema, format ? "format" : "pattern",
+            json_string(format ? formats[rand_below(r, 6)] : patterns[rand_below(r, 8)]));
+        return schema;
+    }
     if (rand_below(r, 3) == 0)
         json_object_set_new(schema, "minLength", json_integer((json_int_t)min));
     if (rand_below(r, 3) == 0)
@@ -131,6 +149,19 @@ static json_t *random_union(struct rand *r, int depth, bool defs)
     return json_pack("{s:o}", rand_below(r, 2) ? "anyOf" : "oneOf", list);
 }
 
+static json_t *random_bounds(struct rand *r)
+{
+    json_t *schema = json_pack("{s:s}", "type", "integer");
+    json_int_t low = (json_int_t)(rand_u64(r) >> (8 + rand_below(r, 56))) - 1000;
+    if (rand_below(r, 3))
+        json_object_set_new(schema, rand_below(r, 2) ? "minimum" : "exclusiveMinimum",
+                            json_integer(low));
+    if (rand_below(r, 3))
+        json_object_set_new(schema, rand_below(r, 2) ? "maximum" : "exclusiveMaximum",
+                            json_integer(low + (json_int_t)rand_below(r, 2000)));
+    return schema;
+}
+
 static json_t *random_leaf(struct rand *r)
 {
     static const char *const types[] = {"boolean", "null", "number", "integer"};
@@ -145,7 +176,8 @@ static json_t *random_leaf(struct rand *r)
     case 4:
         return random_string(r);
     case 5:
-        return json_pack("{s:s, s:i}", "type", "integer", "minimum", 0);
+        return rand_below(r, 2) ? random_bounds(r)
+                                : json_pack("{s:s, s:i}", "type", "number", "minimum", 0);
     default:
         return json_pack("{s:s, s:s}", "type", types[rand_below(r, 4)], "description", "words");
     }
