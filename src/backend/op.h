@@ -262,6 +262,12 @@ struct device_calls {
     /* Waits for all that was encoded; false with the stream's first error, which is cleared. */
     bool (*sync)(struct device *, struct err *);
     void (*close)(struct device *);
+    /* Both null where a device has no use for them. A step is the ops of one forward pass; steps
+     * of one key encode the same ops with the same arguments, and what differs lies in device
+     * memory. step_begin returns true when it could queue an earlier recording: nothing is left to
+     * encode. Else the caller encodes the ops, no reads or writes between, and calls step_end. */
+    bool (*step_begin)(struct device *, uint64_t key);
+    void (*step_end)(struct device *);
 };
 
 struct device_head {

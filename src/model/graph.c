@@ -305,9 +305,17 @@ static void graph_moe_layer(struct graph *graph, uint32_t layer)
     ops->moe_experts(graph->device, &add_experts);
 }
 
-/* logits = head * norm(x[select]) */
-static void graph_head(struct graph *graph, const uint32_t *row, uint32_t rows)
+/* Chooses the rows that graph_head takes. */
+static void graph_select(struct graph *graph, const uint32_t *row, uint32_t rows)
 {
+    graph->logit_rows = rows;
+    device_calls(graph->device)->write(graph->device, graph->memory.select, row, 4ull * rows);
+}
+
+/* logits = head * norm(x[select]) */
+static void graph_head(struct graph *graph)
+{
+    uint32_t rows = graph->logit_rows;
     const struct graph_memory *m = &graph->memory;
     const struct linear_args head = {
         .rows = rows,
@@ -319,11 +327,8 @@ static void graph_head(struct graph *graph, const uint32_t *row, uint32_t rows)
         .weight = {&graph->model->head},
         .out = {m->logits},
     };
-    graph->logit_rows = rows;
-    if (rows == 0)
-        return;
-    device_calls(graph->device)->write(graph->device, m->select, row, 4ull * rows);
-    device_ops(graph->device)->linear(graph->device, &head);
+    if (rows > 0)
+        device_ops(graph->device)->linear(graph->device, &head);
 }
 
 static void graph_call_probe(struct graph *graph, int layer)
@@ -444,6 +449,24 @@ static void graph_upload(struct graph *graph, const struct batch *batch)
                  sizeof *batch->segment * (uint64_t)batch->segments);
 }
 
+/* Decoding steps of one shape differ only in what graph_upload left on the device, so a device may
+ * record one and repeat it. The key is unique while the graph lives. */
+static void graph_step(struct graph *graph)
+{
+    enum { RECORDED_ROWS = 64 };
+    const struct device_calls *calls = device_calls(graph->device);
+    uint32_t rows = graph->batch.rows;
+    bool recorded = calls->step_begin && rows == graph->batch.segments && rows <= RECORDED_ROWS &&
+                    graph->logit_rows <= RECORDED_ROWS && !graph->probe;
+    uint64_t key = (uint64_t)(uintptr_t)graph << 16 | rows << 8 | graph->logit_rows;
+    if (recorded && calls->step_begin(graph->device, key))
+        return;
+    graph_layers(graph);
+    graph_head(graph);
+    if (recorded)
+        calls->step_end(graph->device);
+}
+
 bool graph_forward(struct graph *graph, const struct batch *batch, struct err *err)
 {
     if (!graph_check_batch(graph, batch, err) ||
@@ -451,8 +474,8 @@ bool graph_forward(struct graph *graph, const struct batch *batch, struct err *e
         !graph_reserve(graph, batch, err))
         return false;
     graph_upload(graph, batch);
-    graph_layers(graph);
-    graph_head(graph, batch->logit_row, batch->logit_rows);
+    graph_select(graph, batch->logit_row, batch->logit_rows);
+    graph_step(graph);
     for (uint32_t i = 0; i < batch->segments; i++)
         graph->state->slot_pos[batch->segment[i].slot] += batch->segment[i].rows;
     return true;
@@ -462,7 +485,8 @@ bool graph_project(struct graph *graph, const uint32_t *row, uint32_t rows, stru
 {
     if (!graph_check_selection(graph, graph->batch.rows, row, rows, err))
         return false;
-    graph_head(graph, row, rows);
+    graph_select(graph, row, rows);
+    graph_head(graph);
     return true;
 }
 

@@ -6,12 +6,14 @@
  * use each K and V row it loads) and one part of the positions; a warp takes four positions at a
  * time, 16 bytes of K and of V a lane, keeping an online softmax in registers; warps merge through
  * shared memory, parts in attention_merge, which also applies the gate. The number of parts is
- * fixed by the batch's shape; how many are used is computed on the device from the position. */
+ * fixed by the batch's shape; how many are used is computed on the device from the position.
+ *
+ * Segments of many rows: flash.cu. */
 #include "backend/cuda/ops.cuh"
 
 #include <math.h>
 
-enum { DIM = 256, ROTATED = 64, PART_MIN = 64, WARPS = 8 };
+enum { DIM = 256, ROTATED = 64, PART_MIN = 64, WARPS = 8, MERGE_PARTS = 1024 };
 
 /* ---- q/k norm, rotation, append ----------------------------------------------------------- */
 
@@ -39,8 +41,8 @@ static __device__ __forceinline__ void append_store(void *pages, bool f32, uint6
 /* Lane l holds dims l, l + 32, ...: the rotated pairs (l, l + 32) are its first two. */
 static __global__ void attention_append(const __grid_constant__ struct append_args a)
 {
-    overlap_wait();
     overlap_next();
+    overlap_wait();
     uint32_t unit = blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     uint64_t row = blockIdx.x;
     struct segment seg = find_segment(a.segments, a.segment_count, row);
@@ -110,6 +112,7 @@ struct split_args {
     const struct segment *segments;
     const uint32_t *page_table;
     uint32_t segment_count, pages_max, heads, kv_heads, parts;
+    uint32_t first; /* row of the batch; results in between count rows from it */
     const float *q, *qg;
     const void *k_pages, *v_pages;
     float *sum;    /* f32 [rows, heads, parts, 256] */
@@ -148,25 +151,6 @@ static __device__ __forceinline__ void expand(float x[8], const uint4 raw[F32 ? 
             x[i * 2] = bf16_low(u[i]);
             x[i * 2 + 1] = bf16_high(u[i]);
         }
-}
-
-/* Sums N values over the warp; lane l gets the one with index l / (32 / N). */
-template <int N, int OFF = 16> static __device__ __forceinline__ float sum_transposed(float *v)
-{
-    if constexpr (OFF == 0) {
-        return v[0];
-    } else if constexpr (N == 1) {
-        v[0] += __shfl_xor_sync(~0u, v[0], OFF);
-        return sum_transposed<1, OFF / 2>(v);
-    } else {
-#pragma unroll
-        for (int i = 0; i < N / 2; i++) {
-            bool upper = threadIdx.x & OFF;
-            float send = upper ? v[i] : v[i + N / 2], keep = upper ? v[i + N / 2] : v[i];
-            v[i] = keep + __shfl_xor_sync(~0u, send, OFF);
-        }
-        return sum_transposed<N / 2, OFF / 2>(v);
-    }
 }
 
 /* The warp's running softmax over P heads: sum [head][own 8 dims]; top and total belong to the head
@@ -275,12 +259,12 @@ static __device__ void merge_warps(struct softmax_state<P> *s, const struct spli
 template <bool F32, int P>
 static __global__ void __launch_bounds__(WARPS * 32) attention_split(const struct split_args a)
 {
-    overlap_wait();
     overlap_next();
+    overlap_wait();
     uint32_t group = a.heads / a.kv_heads, kv_head = blockIdx.y / (group / P);
     uint32_t head = kv_head * group + blockIdx.y % (group / P) * P;
     uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    uint64_t row = blockIdx.z;
+    uint64_t row = a.first + blockIdx.z;
     struct segment seg = find_segment(a.segments, a.segment_count, row);
     uint32_t ctx = seg.pos + (row - seg.row) + 1, n = part_positions(ctx, a.parts);
     uint64_t from = (uint64_t)blockIdx.x * n;
@@ -303,29 +287,48 @@ static __global__ void __launch_bounds__(WARPS * 32) attention_split(const struc
         uint64_t base = ((page * a.kv_heads + kv_head) * KV_PAGE + pos % KV_PAGE) * DIM;
         attend_four<F32, P>(&s, q, a, base, to - pos);
     }
-    merge_warps<P>(&s, a, row * a.heads + head, blockIdx.x);
+    merge_warps<P>(&s, a, (uint64_t)blockIdx.z * a.heads + head, blockIdx.x);
 }
 
-/* A block a head of a row: sums the parts in use and applies the gate. */
+/* A block a head of a row: sums the parts in use and applies the gate. Four groups of 64 threads
+ * share the parts, a thread has four dims. */
 static __global__ void __launch_bounds__(DIM) attention_merge(const struct split_args a)
 {
-    overlap_wait();
+    __shared__ float scale[MERGE_PARTS], totals[DIM / 32];
+    __shared__ float4 sums[4][DIM / 4];
     overlap_next();
-    uint64_t row = blockIdx.y, at = row * a.heads + blockIdx.x;
+    overlap_wait();
+    uint64_t row = a.first + blockIdx.y, at = row * a.heads + blockIdx.x;
+    uint64_t from = ((uint64_t)blockIdx.y * a.heads + blockIdx.x) * a.parts;
     struct segment seg = find_segment(a.segments, a.segment_count, row);
     uint32_t ctx = seg.pos + (row - seg.row) + 1, n = part_positions(ctx, a.parts);
-    uint32_t used = (ctx + n - 1) / n;
-    float top = -INFINITY, total = 0, sum = 0;
-    for (uint32_t i = 0; i < used; i++)
-        top = fmaxf(top, a.state[at * a.parts + i].x);
-#pragma unroll 4
-    for (uint32_t i = 0; i < used; i++) {
-        float2 s = a.state[at * a.parts + i];
+    uint32_t used = (ctx + n - 1) / n, part = threadIdx.x / 64, i = threadIdx.x % 64;
+    float top = -INFINITY, total = 0;
+    for (uint32_t p = threadIdx.x % 32; p < used; p += 32) /* every warp, for itself */
+        top = fmaxf(top, a.state[from + p].x);
+    for (int off = 16; off; off /= 2)
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, off));
+    for (uint32_t p = threadIdx.x; p < used; p += DIM) {
+        float2 s = a.state[from + p];
         float f = exp2f(s.x - top);
+        scale[p] = f;
         total += f * s.y;
-        sum += f * a.sum[(at * a.parts + i) * DIM + threadIdx.x];
     }
-    a.y[at * DIM + threadIdx.x] = sum / total * sigmoid(a.qg[at * 2 * DIM + DIM + threadIdx.x]);
+    total = block_sum(total, totals);
+    float4 sum = {0, 0, 0, 0};
+    const float4 *values = (const float4 *)a.sum + from * (DIM / 4) + i;
+#pragma unroll 4
+    for (uint32_t p = part; p < used; p += 4) {
+        float4 v = values[(uint64_t)p * (DIM / 4)];
+        float f = scale[p];
+        sum.x += f * v.x, sum.y += f * v.y, sum.z += f * v.z, sum.w += f * v.w;
+    }
+    sums[part][i] = sum;
+    __syncthreads();
+    float out = 0;
+    for (int p = 0; p < 4; p++)
+        out += ((const float *)sums[p])[threadIdx.x];
+    a.y[at * DIM + threadIdx.x] = out / total * sigmoid(a.qg[at * 2 * DIM + DIM + threadIdx.x]);
 }
 
 template <bool F32, int P>
@@ -353,34 +356,55 @@ static void attention_pack(struct device *device, const struct split_args &a, ui
 static uint32_t attention_parts(const struct device *device, uint32_t rows, uint32_t kv_heads)
 {
     uint32_t blocks = rows * kv_heads, parts = device->sms / blocks;
-    return parts < 1 ? 1 : parts;
+    return parts < 1 ? 1 : parts > MERGE_PARTS ? MERGE_PARTS : parts;
 }
 
-void cuda_attention(struct device *device, const struct attention_args *args)
+/* `rows` rows from a.first on, each by itself. */
+static void attention_rows(struct device *device, struct split_args a, uint32_t rows, bool f32)
 {
-    uint32_t rows = args->batch->rows;
-    struct split_args a = {};
-    a.segments = cuda_at<const struct segment>(args->batch->device_segments);
-    a.page_table = cuda_at<const uint32_t>(args->batch->page_table);
-    a.segment_count = args->batch->segments;
-    a.pages_max = args->batch->pages_max;
-    a.heads = args->dims.heads;
-    a.kv_heads = args->dims.kv_heads;
     a.parts = attention_parts(device, rows, a.kv_heads);
-    a.q = cuda_at<const float>(args->q);
-    a.qg = cuda_at<const float>(args->qg);
-    a.k_pages = cuda_at<const void>(args->k_pages);
-    a.v_pages = cuda_at<const void>(args->v_pages);
-    a.y = cuda_at<float>(args->y);
     uint64_t partials = (uint64_t)rows * a.heads * a.parts;
     char *scratch = (char *)cuda_scratch(device, SCRATCH_ATTENTION, partials * (DIM * 4 + 8));
     if (!scratch)
         return;
     a.sum = (float *)scratch;
     a.state = (float2 *)(scratch + partials * DIM * 4);
-    if (args->dims.kv_kind == KV_F32)
+    if (f32)
         attention_pack<true>(device, a, rows);
     else
         attention_pack<false>(device, a, rows);
     cuda_launch(device, attention_merge, dim3(a.heads, rows), DIM, 0, a);
+}
+
+void cuda_attention(struct device *device, const struct attention_args *args)
+{
+    const struct batch_view *batch = args->batch;
+    struct split_args a = {};
+    a.segments = cuda_at<const struct segment>(batch->device_segments);
+    a.page_table = cuda_at<const uint32_t>(batch->page_table);
+    a.segment_count = batch->segments;
+    a.pages_max = batch->pages_max;
+    a.heads = args->dims.heads;
+    a.kv_heads = args->dims.kv_heads;
+    a.q = cuda_at<const float>(args->q);
+    a.qg = cuda_at<const float>(args->qg);
+    a.k_pages = cuda_at<const void>(args->k_pages);
+    a.v_pages = cuda_at<const void>(args->v_pages);
+    a.y = cuda_at<float>(args->y);
+    bool f32 = args->dims.kv_kind == KV_F32, flash = cuda_flash_can(device, args), some = false;
+    for (uint32_t i = 0, rows = 0; i < batch->segments; i++) { /* runs of short segments */
+        const struct segment *seg = &batch->host_segments[i];
+        bool is_long = flash && seg->rows >= FLASH_ROWS;
+        some |= is_long;
+        if (!is_long) {
+            a.first = rows ? a.first : seg->row;
+            rows += seg->rows;
+        }
+        if (rows && (is_long || i + 1 == batch->segments)) {
+            attention_rows(device, a, rows, f32);
+            rows = 0;
+        }
+    }
+    if (some)
+        cuda_flash(device, args);
 }

@@ -63,6 +63,16 @@ static bool cuda_alloc(struct device *device, uint64_t bytes, struct span *out, 
     return true;
 }
 
+/* Recordings hold addresses: they end when memory goes. */
+static void cuda_drop_recordings(struct device *device)
+{
+    for (int i = 0; i < CUDA_RECORDINGS; i++) {
+        if (device->recordings[i].exec)
+            cudaGraphExecDestroy(device->recordings[i].exec);
+        device->recordings[i] = {};
+    }
+}
+
 static void cuda_free(struct device *device, struct span span)
 {
     for (struct cuda_block **link = &device->blocks; *link; link = &(*link)->next)
@@ -70,6 +80,7 @@ static void cuda_free(struct device *device, struct span span)
             struct cuda_block *block = *link;
             *link = block->next;
             cudaStreamSynchronize(device->stream);
+            cuda_drop_recordings(device);
             cudaFree(block->data);
             free(block);
             return;
@@ -81,6 +92,7 @@ void *cuda_scratch(struct device *device, enum cuda_scratch_slot slot, uint64_t 
     if (device->scratch[slot].bytes >= bytes)
         return device->scratch[slot].data;
     cudaStreamSynchronize(device->stream);
+    cuda_drop_recordings(device);
     cudaFree(device->scratch[slot].data);
     device->scratch[slot].data = nullptr;
     device->scratch[slot].bytes = 0;
@@ -98,7 +110,7 @@ void *cuda_scratch(struct device *device, enum cuda_scratch_slot slot, uint64_t 
 
 /* Joins scales and biases, and for tiled weights puts codes and pairs in tile order. One thread a
  * 16-byte piece of the result (codes) or a pair. rows: of one matrix as stored; count of them. */
-static __global__ void weight_tile_codes(const uint2 *codes, uint2 *out, uint32_t rows,
+static __global__ void weight_tile_codes(const uint4 *codes, uint2 *out, uint32_t rows,
                                          uint32_t groups, uint32_t padded, uint64_t total)
 {
     uint64_t i = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x; /* 8-byte chunk of the result */
@@ -109,10 +121,18 @@ static __global__ void weight_tile_codes(const uint2 *codes, uint2 *out, uint32_
     uint32_t group = tile % groups, tiles = padded / 16;
     uint64_t item = tile_row / tiles;
     uint32_t row = tile_row % tiles * 16 + lane / 4 + lower * 8;
-    uint2 v = make_uint2(0, 0);
-    if (row < rows)
-        v = codes[((item * rows + row) * groups + group) * 4 + lane % 4];
-    out[i] = v;
+    uint32_t v[2] = {0, 0};
+    if (row < rows) {
+        uint32_t word[8];
+        *(uint4 *)word = codes[((item * rows + row) * groups + group) * 2];
+        *(uint4 *)(word + 4) = codes[((item * rows + row) * groups + group) * 2 + 1];
+#pragma unroll
+        for (int n = 0; n < 16; n++) { /* digits n % 8 of v[n / 8] */
+            uint32_t code = word[n / 8 * 4 + n % 4] >> (lane % 4 * 8 + n % 8 / 4 * 4) & 15;
+            v[n / 8] |= code << (n % 8 * 4);
+        }
+    }
+    out[i] = make_uint2(v[0], v[1]);
 }
 
 static __global__ void weight_join_pairs(const uint16_t *scales, const uint16_t *biases,
@@ -168,7 +188,7 @@ static bool cuda_load_affine(struct device *device, struct weight *w, struct err
                cuda_upload(device, biases, w->biases, w, groups * 2));
     if (tiled)
         weight_tile_codes<<<cuda_ceil(code_bytes / 8, 256), 256, 0, device->stream>>>(
-            (const uint2 *)raw, (uint2 *)data, w->rows, groups, padded, code_bytes / 8);
+            (const uint4 *)raw, (uint2 *)data, w->rows, groups, padded, code_bytes / 8);
     weight_join_pairs<<<cuda_ceil(pairs, 256), 256, 0, device->stream>>>(
         scales, biases, joined, w->rows, groups, padded, tiled, pairs);
     cuda_check(device, "a weight could not be repacked", cudaGetLastError());
@@ -252,11 +272,60 @@ static bool cuda_sync(struct device *device, struct err *err)
     return false;
 }
 
+/* ---- recorded steps ----------------------------------------------------------------------- */
+
+static bool cuda_step_begin(struct device *device, uint64_t key)
+{
+    struct cuda_recording *r = nullptr;
+    for (int i = 0; i < CUDA_RECORDINGS && !r; i++)
+        if (device->recordings[i].key == key || device->recordings[i].key == 0)
+            r = &device->recordings[i];
+    device->last_kernel = nullptr;
+    device->running = nullptr;
+    if (!r) {
+        cudaStreamSynchronize(device->stream);
+        cuda_drop_recordings(device);
+        r = &device->recordings[0];
+    }
+    if (r->exec) {
+        cuda_check(device, "a recorded step could not be started",
+                   cudaGraphLaunch(r->exec, device->stream));
+        return true;
+    }
+    if (r->key == 0) {
+        r->key = key;
+        return false;
+    }
+    if (cudaStreamBeginCapture(device->stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess)
+        device->running = r;
+    cudaGetLastError();
+    return false;
+}
+
+static void cuda_step_end(struct device *device)
+{
+    struct cuda_recording *r = device->running;
+    cudaGraph_t graph = nullptr;
+    device->last_kernel = nullptr;
+    device->running = nullptr;
+    if (!r)
+        return;
+    cudaError_t error = cudaStreamEndCapture(device->stream, &graph);
+    if (error == cudaSuccess)
+        error = cudaGraphInstantiate(&r->exec, graph, 0);
+    if (error == cudaSuccess)
+        error = cudaGraphLaunch(r->exec, device->stream);
+    if (graph)
+        cudaGraphDestroy(graph);
+    cuda_check(device, "a step could not be recorded", error);
+}
+
 /* ---- open and close ----------------------------------------------------------------------- */
 
 static void cuda_close(struct device *device)
 {
     cudaStreamSynchronize(device->stream);
+    cuda_drop_recordings(device);
     while (device->blocks) {
         struct cuda_block *block = device->blocks;
         device->blocks = block->next;
@@ -308,6 +377,8 @@ static void cuda_fill(struct device *device)
     calls->read = cuda_read;
     calls->sync = cuda_sync;
     calls->close = cuda_close;
+    calls->step_begin = cuda_step_begin;
+    calls->step_end = cuda_step_end;
 }
 
 extern "C" bool cuda_open(const char *level, const struct device_options *options,
@@ -341,6 +412,7 @@ extern "C" bool cuda_open(const char *level, const struct device_options *option
     device->head.kv_kind = KV_BF16;
     device->head.memory_bytes = prop.totalGlobalMem;
     device->sms = prop.multiProcessorCount;
+    device->warpgroups = prop.major == 9 && prop.minor == 0;
     cuda_fill(device);
     *out = device;
     return true;

@@ -2,8 +2,10 @@
  *
  * Kernels that follow each other on the stream overlap (programmatic dependent launch): a kernel
  * may start while the one before it still runs. Each calls overlap_wait() before it touches
- * anything that the one before it wrote or reads, and overlap_next() only after that. So before
- * overlap_wait() a kernel may read whatever the kernel before its predecessor left, and weights. */
+ * anything that another kernel of the step wrote or reads: what it does before that is to fetch
+ * weights, and states that the step before left. overlap_next() lets the next one start; a kernel
+ * that calls it only after overlap_wait() also lets the next one read early what the kernel before
+ * both has left. */
 #ifndef BACKEND_CUDA_INTERNAL_CUH
 #define BACKEND_CUDA_INTERNAL_CUH
 
@@ -28,14 +30,21 @@ enum cuda_scratch_slot {
     SCRATCH_SLOTS,
 };
 
-enum { CUDA_COUNTERS = 1 << 16, CUDA_STAGING_BYTES = 1 << 20 };
+enum { CUDA_COUNTERS = 1 << 16, CUDA_STAGING_BYTES = 1 << 20, CUDA_RECORDINGS = 64 };
 
 struct cuda_block; /* an allocation, cuda.cu */
+
+/* A step as a CUDA graph. */
+struct cuda_recording {
+    uint64_t key;         /* 0: free */
+    cudaGraphExec_t exec; /* null: seen once; its scratch is there, so the next can be recorded */
+};
 
 struct device {
     struct device_head head; /* first */
     cudaStream_t stream;
     int sms;
+    bool warpgroups; /* compute capability 9.0: sm_90a code runs */
     struct err error; /* the first since the last sync */
     struct cuda_block *blocks;
     struct {
@@ -44,7 +53,9 @@ struct device {
     } scratch[SCRATCH_SLOTS];
     char *staging; /* pinned, for small transfers; writes go round it, reads use its start */
     uint64_t staged_bytes;
-    const void *last_kernel; /* launched, to keep a kernel from overlapping itself */
+    struct cuda_recording recordings[CUDA_RECORDINGS];
+    struct cuda_recording *running; /* being recorded */
+    const void *last_kernel;        /* launched, to keep a kernel from overlapping itself */
 };
 
 /* Notes an error of the stream if it is the first. */
@@ -82,6 +93,9 @@ static inline void cuda_launch(struct device *device, void (*kernel)(P...), dim3
     cudaLaunchAttribute overlap;
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = device->last_kernel != (void *)kernel;
+    /* One division of L1 and shared memory for all: another one would wait for an idle SM. */
+    cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                         cudaSharedmemCarveoutMaxShared);
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
     config.blockDim = dim3(threads);
@@ -102,8 +116,10 @@ static inline void cuda_launch(struct device *device, void (*kernel)(P...), dim3
  * Affine weights keep scale and bias together: pairs u32, the scale's bf16 low, the bias's high.
  * 4 bits in groups of 64 ("tiled") are stored in the order in which a warp feeds its tensor cores:
  * rows padded to 16; for every 16 rows and every group of 64 columns 512 bytes, lane l's 16 bytes
- * at l * 16: row l / 4 and row l / 4 + 8, of each the 16 codes from column l % 4 * 16 on. One warp
- * reads a tile with one coalesced 16-byte load. Its 16 pairs lie at [tile][row]. */
+ * at l * 16: row l / 4 and row l / 4 + 8, of each two words, for columns 0..31 and 32..63 of the
+ * group; digit n of a word is column n % 4 * 8 + l % 4 * 2 + n / 4, so that digits n and n + 4 are
+ * the neighbours that an operand register holds. One warp reads a tile with one coalesced 16-byte
+ * load. Its 16 pairs lie at [tile][row]. */
 struct matrix {
     const uint8_t *data;
     const uint32_t *pairs; /* affine: tiled [tiles, 16], else [count, rows, cols / group] */
@@ -150,6 +166,24 @@ static __device__ __forceinline__ void overlap_next()
 #endif
 }
 
+/* 16 bytes to shared memory, zeros when not `there`; copy_wait leaves at most `pending` groups. */
+static __device__ __forceinline__ void copy_async(void *to, const void *from, bool there)
+{
+    uint32_t at = (uint32_t)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from),
+                 "r"(there ? 16 : 0));
+}
+
+static __device__ __forceinline__ void copy_commit()
+{
+    asm volatile("cp.async.commit_group;");
+}
+
+template <int PENDING> static __device__ __forceinline__ void copy_wait()
+{
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
 static __device__ __forceinline__ float bf16_low(uint32_t pair)
 {
     return __uint_as_float(pair << 16);
@@ -173,13 +207,23 @@ static __device__ __forceinline__ float warp_sum(float v)
     return v;
 }
 
-/* Sum over the eight lanes lane / 8 * 8 .., of which all must be there. */
-static __device__ __forceinline__ float sum_of_8(float v)
+/* Sums N values over the warp; lane l gets the one with index l / (32 / N). */
+template <int N, int OFF = 16> static __device__ __forceinline__ float sum_transposed(float *v)
 {
-    unsigned mask = 0xffu << (threadIdx.x % 32 & 24);
-    v += __shfl_xor_sync(mask, v, 1);
-    v += __shfl_xor_sync(mask, v, 2);
-    return v + __shfl_xor_sync(mask, v, 4);
+    if constexpr (OFF == 0) {
+        return v[0];
+    } else if constexpr (N == 1) {
+        v[0] += __shfl_xor_sync(~0u, v[0], OFF);
+        return sum_transposed<1, OFF / 2>(v);
+    } else {
+#pragma unroll
+        for (int i = 0; i < N / 2; i++) {
+            bool upper = threadIdx.x & OFF;
+            float send = upper ? v[i] : v[i + N / 2], keep = upper ? v[i + N / 2] : v[i];
+            v[i] = keep + __shfl_xor_sync(~0u, send, OFF);
+        }
+        return sum_transposed<N / 2, OFF / 2>(v);
+    }
 }
 
 /* Sum over the block; `part` is shared f32 [32]. Every thread gets it. */
@@ -223,13 +267,13 @@ static __device__ __forceinline__ struct segment find_segment(const struct segme
     return segments[found];
 }
 
-/* Byte offset of the 4-bit code pair that holds column k of a row, and the pair's index. */
-static __device__ __forceinline__ uint64_t tiled_byte(const struct matrix &m, uint64_t row,
-                                                      uint32_t k)
+/* Index of the 4-bit digit that holds column k of a row. */
+static __device__ __forceinline__ uint64_t tiled_digit(const struct matrix &m, uint64_t row,
+                                                       uint32_t k)
 {
     uint64_t tile = row / 16 * (m.cols / 64) + k / 64;
-    uint32_t r = row % 16, t = k % 64 / 16;
-    return tile * 512 + ((r % 8) * 4 + t) * 16 + r / 8 * 8 + k % 16 / 2;
+    uint32_t r = row % 16, lane = r % 8 * 4 + k % 8 / 2;
+    return tile * 1024 + lane * 32 + r / 8 * 16 + k % 64 / 32 * 8 + k % 32 / 8 + k % 2 * 4;
 }
 
 /* One weight; row counts through all matrices (item * stride + row). Slow, for any kind. */
@@ -241,7 +285,8 @@ static __device__ __forceinline__ float matrix_at(const struct matrix &m, uint64
         return __bfloat162float(((const __nv_bfloat16 *)m.data)[row * m.cols + k]);
     uint32_t code, pair;
     if (m.tiled) {
-        code = m.data[tiled_byte(m, row, k)] >> (k % 2 * 4) & 15;
+        uint64_t digit = tiled_digit(m, row, k);
+        code = m.data[digit / 2] >> (digit % 2 * 4) & 15;
         pair = m.pairs[(row / 16 * (m.cols / 64) + k / 64) * 16 + row % 16];
     } else {
         const uint32_t *words = (const uint32_t *)m.data + row * (m.cols / 32 * m.bits);
@@ -257,72 +302,92 @@ static __device__ __forceinline__ float matrix_at(const struct matrix &m, uint64
 
 /* ---- 4-bit tiles on tensor cores ---------------------------------------------------------- */
 
-/* d += a b, a bf16 16 x 16, b bf16 16 x 8, d f32 16 x 8. */
-static __device__ __forceinline__ void mma_bf16(float d[4], uint32_t a0, uint32_t a1, uint32_t a2,
-                                                uint32_t a3, uint32_t b0, uint32_t b1)
+/* d += a b, a f16 16 x 16, b f16 16 x 8, d f32 16 x 8. */
+static __device__ __forceinline__ void mma_f16(float *d, const uint32_t a[4], uint32_t b0,
+                                               uint32_t b1)
 {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, "
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, "
                  "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/* d += a b, a u8 16 x 32, b s8 32 x 8, d s32 16 x 8. */
+static __device__ __forceinline__ void mma_u8(int d[4], uint32_t a0, uint32_t a1, uint32_t a2,
+                                              uint32_t a3, uint32_t b0, uint32_t b1)
+{
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, "
+                 "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-/* Codes s/4 and s/4 + 4 of a word as the bf16 pair 128 + code: 0x43 is 128's exponent, and the
- * code falls on the last mantissa bits. */
-static __device__ __forceinline__ uint32_t code_pair(uint32_t word, int s)
-{
-    return (word >> s & 0x000f000fu) | 0x43004300u;
-}
-
-/* The exact product of a tile with up to 4 rows of x: each x is split into two bf16 (16 bits of
- * mantissa), which sit in neighbouring columns of the tensor core's b. y[0] and y[1] are rows
+/* The product of a tile with up to 4 rows of x, exact in integers: x is scale * (256 h + l), the
+ * digits h and l sitting in neighbouring columns of the tensor core's b. y[0] and y[1] are rows
  * lane / 4 and + 8 of the tile, for row lane % 4 of x.
- *   b: packed x as step_pack leaves it, steps 0,1 and 2,3;  x_sum: sum of the group's x */
+ *   b: step_load;  x: the group's scale and the sum of its x, as step_pack leaves them */
 static __device__ __forceinline__ void tile_step(float y[2], uint4 w, uint32_t pair0,
-                                                 uint32_t pair1, uint4 b01, uint4 b23, float x_sum)
+                                                 uint32_t pair1, uint4 b, float2 x)
 {
-    float d[4] = {0, 0, 0, 0};
-    mma_bf16(d, code_pair(w.x, 0), code_pair(w.z, 0), code_pair(w.x, 4), code_pair(w.z, 4), b01.x,
-             b01.y);
-    mma_bf16(d, code_pair(w.x, 8), code_pair(w.z, 8), code_pair(w.x, 12), code_pair(w.z, 12), b01.z,
-             b01.w);
-    mma_bf16(d, code_pair(w.y, 0), code_pair(w.w, 0), code_pair(w.y, 4), code_pair(w.w, 4), b23.x,
-             b23.y);
-    mma_bf16(d, code_pair(w.y, 8), code_pair(w.w, 8), code_pair(w.y, 12), code_pair(w.w, 12), b23.z,
-             b23.w);
-    float s0 = bf16_low(pair0), s1 = bf16_low(pair1);
-    y[0] += s0 * (d[0] + d[1]) + (bf16_high(pair0) - 128 * s0) * x_sum;
-    y[1] += s1 * (d[2] + d[3]) + (bf16_high(pair1) - 128 * s1) * x_sum;
+    constexpr uint32_t LOW = 0x0f0f0f0fu;
+    int d[4] = {0, 0, 0, 0};
+    mma_u8(d, w.x & LOW, w.z & LOW, w.x >> 4 & LOW, w.z >> 4 & LOW, b.x, b.y);
+    mma_u8(d, w.y & LOW, w.w & LOW, w.y >> 4 & LOW, w.w >> 4 & LOW, b.z, b.w);
+    float v0 = (float)(d[0] * 256 + d[1]) * x.x, v1 = (float)(d[2] * 256 + d[3]) * x.x;
+    y[0] += bf16_low(pair0) * v0 + bf16_high(pair0) * x.y;
+    y[1] += bf16_low(pair1) * v1 + bf16_high(pair1) * x.y;
 }
 
-/* Packs 8 values of x, columns k8*8.., for row r of `rows`: as tile_step reads them. Returns their
- * sum. packed: uint4 [cols/64][half 2][2 * rows][4]. */
-static __device__ __forceinline__ float step_pack(uint4 *packed, uint32_t rows, uint32_t r,
-                                                  uint32_t k8, const float v[8])
+/* Packs 8 values of x, columns k8*8.., for row r of `rows`; the 8 lanes of a group (k8 / 8) call it
+ * together. Each x becomes 16 bits of the group's largest.
+ *   packed: uint4 [cols/64][2 * rows][4];  scales: float2 [cols/64][rows] */
+static __device__ __forceinline__ void step_pack(uint4 *packed, float2 *scales, uint32_t rows,
+                                                 uint32_t r, uint32_t k8, const float v[8])
 {
-    uint32_t hi[4], lo[4];
-    float sum = 0;
-    for (int i = 0; i < 4; i++) {
-        float a = v[i], b = v[i + 4];
-        hi[i] = bf16_pair(a, b);
-        lo[i] = bf16_pair(a - bf16_low(hi[i]), b - bf16_high(hi[i]));
-        sum += (bf16_low(hi[i]) + bf16_low(lo[i])) + (bf16_high(hi[i]) + bf16_high(lo[i]));
+    unsigned mask = 0xffu << (threadIdx.x % 32 & 24);
+    uint32_t group = k8 / 8, quarter = k8 % 4, high[4], low[4];
+    float most = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+        most = fmaxf(most, fabsf(v[i]));
+    for (int off = 1; off < 8; off *= 2)
+        most = fmaxf(most, __shfl_xor_sync(mask, most, off));
+    float inverse = most > 0 ? 32639 / most : 0;
+    int sum = 0;
+#pragma unroll
+    for (int t = 0; t < 4; t++) { /* columns t*2 and t*2+1: bytes 0 and 2, or 1 and 3 */
+        int a = __float2int_rn(v[t * 2] * inverse), b = __float2int_rn(v[t * 2 + 1] * inverse);
+        uint32_t ha = (uint32_t)(a + 128) >> 8 & 255, hb = (uint32_t)(b + 128) >> 8 & 255;
+        sum += a + b;
+        high[t] = (ha | hb << 16) << (quarter / 2 * 8);
+        low[t] = ((a & 255) | (uint32_t)(b & 255) << 16) << (quarter / 2 * 8);
     }
-    uint32_t group = k8 / 8, t = k8 % 8 / 2, half = k8 % 2;
-    uint4 *to = packed + ((group * 2 + half) * 2 * rows + 2 * r) * 4 + t;
-    to[0] = make_uint4(hi[0], hi[1], hi[2], hi[3]);
-    to[4] = make_uint4(lo[0], lo[1], lo[2], lo[3]);
-    return sum;
+#pragma unroll
+    for (int t = 0; t < 4; t++) { /* the other two bytes; each of the two lanes keeps one digit */
+        uint32_t send = quarter < 2 ? low[t] : high[t], keep = quarter < 2 ? high[t] : low[t];
+        high[t] = keep | __shfl_xor_sync(mask, send, 2);
+    }
+    uint32_t *to = (uint32_t *)(packed + (group * 2 * rows + 2 * r + quarter / 2) * 4) +
+                   k8 % 8 / 4 * 2 + quarter % 2;
+#pragma unroll
+    for (int t = 0; t < 4; t++)
+        to[t * 4] = high[t];
+    for (int off = 1; off < 8; off *= 2)
+        sum += __shfl_xor_sync(mask, sum, off);
+    if (k8 % 8 == 0) {
+        float scale = most / 32639;
+        scales[group * rows + r] = make_float2(scale, scale * (float)sum);
+    }
 }
 
-/* Lane's part of packed x for a group and half; columns past the rows there are give zero. */
+/* Lane's part of packed x for a group; columns past the rows there are give zero. */
 static __device__ __forceinline__ uint4 step_load(const uint4 *packed, uint32_t rows,
-                                                  uint32_t group, uint32_t half)
+                                                  uint32_t group)
 {
     uint32_t lane = threadIdx.x % 32;
     if (lane / 4 >= 2 * rows)
         return make_uint4(0, 0, 0, 0);
-    return packed[(group * 2 + half) * 2 * rows * 4 + lane];
+    return packed[group * 2 * rows * 4 + lane];
 }
 
 #endif

@@ -22,6 +22,11 @@ void cuda_norm_rows(struct device *device, const float *x, const uint32_t *selec
 void cuda_linear_any(struct device *device, const struct matrix &w, const float *x, uint32_t rows,
                      bool add, float *out);
 
+/* Attention of the segments with at least FLASH_ROWS rows, where the device and the shape allow. */
+enum { FLASH_ROWS = 16 };
+bool cuda_flash_can(const struct device *device, const struct attention_args *args);
+void cuda_flash(struct device *device, const struct attention_args *args);
+
 /* The linear op for many rows of tiled weights. */
 void cuda_prefill_linear(struct device *device, const struct linear_args *args);
 

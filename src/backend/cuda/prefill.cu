@@ -1,28 +1,35 @@
 /* Matrix products of many rows with tiled 4-bit weights, dense and by expert.
  *
- * A block forms 128 outputs x 128 rows, 8 warps of 32 outputs x 64 rows. Rows of x come as packed
- * bf16 (prefill_pack) through a three-stage ring in shared memory; weights go from memory straight
- * to registers, since their tiles are in the order of the tensor core's operand, and are decoded
- * there to bf16 (one rounding). Sums are f32. Expanded weights never reach memory.
+ * A block forms WARPGROUPS * 64 outputs x N rows. Codes, scales and rows of x (f16) come through a
+ * ring in shared memory; each warp decodes its 16 outputs to f16 in registers, which is the tensor
+ * core's first operand, while the product of the 64 columns before is under way. f16 and not bf16:
+ * 11 bits of mantissa keep routing as f32 has it, where 8 do not, and normalised rows and 4-bit
+ * weights are far inside its range. Sums are f32. Expanded weights never reach memory.
  *
- * Packed bf16: 16-byte chunk g * 8 + half * 4 + t of a row holds columns g * 64 + t * 16 + half * 8
- * + (0,4,1,5,2,6,3,7), which is the order in which tile codes pair up (code_pair).
- *
- * Experts: prefill_route sorts the (row, choice) pairs by expert on the device and lists the tiles
- * of 128 pairs; the grid is as large as the worst case and surplus blocks leave at once. */
+ * Experts: prefill_route sorts the (row, choice) pairs by expert on the device and lists tiles of
+ * at most N pairs; the grid is as large as the worst case and surplus blocks leave at once. */
+#include "backend/cuda/wgmma.cuh"
+
 #include "backend/cuda/ops.cuh"
 
-enum { TILE_ROWS = 128, TILE_OUTS = 128, STAGES = 3, ROUTE_THREADS = 1024, ROUTE_EXPERTS = 1024 };
+#include <cuda_fp16.h>
+
+enum { STAGES = 6, ROUTE_THREADS = 1024, ROUTE_EXPERTS = 1024 };
 
 /* ---- packing rows ------------------------------------------------------------------------- */
 
-static __device__ __forceinline__ uint4 pack_chunk(const float v[8])
+static __device__ __forceinline__ float f16_clamp(float v)
 {
-    return make_uint4(bf16_pair(v[0], v[4]), bf16_pair(v[1], v[5]), bf16_pair(v[2], v[6]),
-                      bf16_pair(v[3], v[7]));
+    return fminf(fmaxf(v, -65504.0f), 65504.0f);
 }
 
-/* One block a row: h = gain ? rms_norm(x; gain) : x as packed bf16 [rows, cols]. */
+static __device__ __forceinline__ uint32_t f16_pair(float low, float high)
+{
+    __half2 v = __floats2half2_rn(f16_clamp(low), f16_clamp(high));
+    return *reinterpret_cast<uint32_t *>(&v);
+}
+
+/* One block a row: h = gain ? rms_norm(x; gain) : x as f16 [rows, cols]. */
 static __global__ void prefill_pack(const float *x, const uint32_t *select, const float *gain,
                                     float eps, uint32_t cols, uint4 *packed)
 {
@@ -46,130 +53,161 @@ static __global__ void prefill_pack(const float *x, const uint32_t *select, cons
         *(float4 *)(v + 4) = from[k8 * 2 + 1];
         for (int i = 0; i < 8; i++)
             v[i] *= gain ? scale * gain[k8 * 8 + i] : 1;
-        packed[(uint64_t)blockIdx.x * (cols / 8) + k8 / 8 * 8 + k8 % 2 * 4 + k8 % 8 / 2] =
-            pack_chunk(v);
+        packed[(uint64_t)blockIdx.x * (cols / 8) + k8] =
+            make_uint4(f16_pair(v[0], v[1]), f16_pair(v[2], v[3]), f16_pair(v[4], v[5]),
+                       f16_pair(v[6], v[7]));
     }
 }
 
 /* ---- the product -------------------------------------------------------------------------- */
 
-static __device__ __forceinline__ void copy_async(uint4 *to, const uint4 *from, bool there)
+/* A stage of the ring: codes uint4 [tiles][32], pairs u32 [tiles][16], x f16 [N][64] (swizzled).
+ * tiles: 4 a warpgroup. */
+template <int N, int WARPGROUPS> struct ring_stage {
+    static constexpr uint32_t tiles = WARPGROUPS * 4;
+    static constexpr uint32_t pairs = tiles * 512;
+    static constexpr uint32_t x = (pairs + tiles * 64 + 1023) / 1024 * 1024;
+    static constexpr uint32_t bytes = x + N * 128;
+    static constexpr uint32_t total = bytes * STAGES + 1024;
+    static constexpr int x_copies = (N * 8 + WARPGROUPS * 128 - 1) / (WARPGROUPS * 128);
+};
+
+/* What this thread copies of each group of 64 columns: a chunk of codes, one of pairs (the first
+ * tiles * 4 threads), chunks of x; null: zeros. */
+template <int N, int WARPGROUPS> struct ring_source {
+    const uint4 *codes, *pairs, *x[ring_stage<N, WARPGROUPS>::x_copies];
+};
+
+/* The chunk of x that this thread copies i-th: row and 16-byte column. */
+template <int WARPGROUPS> static __device__ __forceinline__ uint32_t ring_row(int i)
 {
-    uint32_t at = (uint32_t)__cvta_generic_to_shared(to);
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from),
-                 "r"(there ? 16 : 0));
+    return (threadIdx.x + i * WARPGROUPS * 128) / 8;
 }
 
-static __device__ __forceinline__ void copy_commit()
+template <int N, int WARPGROUPS>
+static __device__ __forceinline__ void ring_copy(const ring_source<N, WARPGROUPS> &from, char *ring,
+                                                 uint32_t g, uint32_t groups)
 {
-    asm volatile("cp.async.commit_group;");
+    typedef ring_stage<N, WARPGROUPS> stage;
+    if (g < groups) {
+        char *to = ring + g % STAGES * stage::bytes;
+        copy_async(to + threadIdx.x * 16, from.codes + g * 32, true);
+        if (threadIdx.x < stage::tiles * 4)
+            copy_async(to + stage::pairs + threadIdx.x * 16, from.pairs + g * 4, true);
+#pragma unroll
+        for (int i = 0; i < stage::x_copies; i++) {
+            uint32_t row = ring_row<WARPGROUPS>(i), chunk = threadIdx.x % 8 ^ (row & 7);
+            if (row < N)
+                copy_async(to + stage::x + row * 128 + chunk * 16,
+                           from.x[i] ? from.x[i] + g * 8 : from.codes, from.x[i]);
+        }
+    }
+    copy_commit();
 }
 
-/* Two codes and their group's scale and bias as a bf16 pair. */
-static __device__ __forceinline__ uint32_t decode_pair(uint32_t word, int s, __nv_bfloat162 scale,
-                                                       __nv_bfloat162 bias)
+/* Two codes (bits 0..3 and 16..19, or HIGH: 4..7 and 20..23) as exact f16, then scaled. */
+template <bool HIGH>
+static __device__ __forceinline__ uint32_t decode_pair(uint32_t word, __half2 scale, __half2 bias)
 {
-    uint32_t code = code_pair(word, s);
-    __nv_bfloat162 v = *reinterpret_cast<__nv_bfloat162 *>(&code);
-    v = __hfma2(__hsub2(v, __float2bfloat162_rn(128)), scale, bias);
+    uint32_t code = HIGH ? (word & 0x00f000f0u) | 0x54005400u : (word & 0x000f000fu) | 0x64006400u;
+    __half2 v = *reinterpret_cast<__half2 *>(&code);
+    v = __hfma2(__hsub2(v, __float2half2_rn(HIGH ? 64 : 1024)), scale, bias);
     return *reinterpret_cast<uint32_t *>(&v);
 }
 
-static __device__ __forceinline__ __nv_bfloat162 twice(uint32_t bits)
+/* The operand of a warp's tile: a[step * 4 ..] for the four steps of 16 columns. */
+static __device__ __forceinline__ void decode_tile(uint32_t a[16], const char *codes,
+                                                   const char *pairs)
 {
-    uint32_t v = __byte_perm(bits, bits, 0x1010);
-    return *reinterpret_cast<__nv_bfloat162 *>(&v);
+    uint32_t lane = threadIdx.x % 32, tile = threadIdx.x / 32;
+    uint4 w = ((const uint4 *)codes)[tile * 32 + lane];
+    uint32_t upper = ((const uint32_t *)pairs)[tile * 16 + lane / 4];
+    uint32_t lower = ((const uint32_t *)pairs)[tile * 16 + lane / 4 + 8];
+    __half2 s0 = __float2half2_rn(bf16_low(upper)), b0 = __float2half2_rn(bf16_high(upper));
+    __half2 s1 = __float2half2_rn(bf16_low(lower)), b1 = __float2half2_rn(bf16_high(lower));
+#pragma unroll
+    for (int step = 0; step < 4; step++) {
+        uint32_t u = (step < 2 ? w.x : w.y) >> step % 2 * 8;
+        uint32_t l = (step < 2 ? w.z : w.w) >> step % 2 * 8;
+        a[step * 4] = decode_pair<false>(u, s0, b0);
+        a[step * 4 + 1] = decode_pair<false>(l, s1, b1);
+        a[step * 4 + 2] = decode_pair<true>(u, s0, b0);
+        a[step * 4 + 3] = decode_pair<true>(l, s1, b1);
+    }
 }
 
-/* What a warp multiplies with: two tiles of 16 outputs. */
-struct tile_source {
-    const uint4 *data;
-    const uint32_t *pairs;
-};
-
-struct tile_words {
-    uint4 word[2];
-    uint32_t pair[2][2];
-};
-
-static __device__ __forceinline__ void load_words(struct tile_words *w,
-                                                  const struct tile_source source[2], uint32_t g)
+/* sum += a x for one group. With warpgroup instructions it is under way when this returns. */
+template <int N>
+static __device__ __forceinline__ void multiply(float sum[N / 2], const uint32_t a[16],
+                                                const char *x)
 {
+#if CUDA_WGMMA
+    uint64_t b = wgmma_rows(x);
+    wgmma_wait();
+    wgmma_begin();
+#pragma unroll
+    for (int step = 0; step < 4; step++)
+        wgmma_f16<N>(sum, a + step * 4, b + step * 2);
+    wgmma_commit();
+#else
     uint32_t lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        w->word[i] = __ldg(source[i].data + g * 32 + lane);
-        w->pair[i][0] = __ldg(source[i].pairs + g * 16 + lane / 4);
-        w->pair[i][1] = __ldg(source[i].pairs + g * 16 + lane / 4 + 8);
-    }
-}
-
-/* The four registers of a's operand for two steps: tile i, half of the group. */
-static __device__ __forceinline__ void decode_half(uint32_t a[8], const struct tile_words &w, int i,
-                                                   int half)
-{
-    uint32_t upper = half ? w.word[i].y : w.word[i].x, lower = half ? w.word[i].w : w.word[i].z;
-    __nv_bfloat162 s0 = twice(w.pair[i][0]), b0 = twice(w.pair[i][0] >> 16);
-    __nv_bfloat162 s1 = twice(w.pair[i][1]), b1 = twice(w.pair[i][1] >> 16);
+    for (int step = 0; step < 4; step++)
 #pragma unroll
-    for (int step = 0; step < 2; step++) {
-        a[step * 4] = decode_pair(upper, step * 8, s0, b0);
-        a[step * 4 + 1] = decode_pair(lower, step * 8, s1, b1);
-        a[step * 4 + 2] = decode_pair(upper, step * 8 + 4, s0, b0);
-        a[step * 4 + 3] = decode_pair(lower, step * 8 + 4, s1, b1);
-    }
-}
-
-/* sum[i][j]: tile i x rows j * 8.. of the warp's 64. from[4]: this thread's rows of packed x, its
- * chunk already added; null for a row that is not there. */
-static __device__ __forceinline__ void product(float sum[2][8][4], const struct tile_source w[2],
-                                               const uint4 *const from[4], uint32_t groups,
-                                               uint4 *ring)
-{
-    uint32_t lane = threadIdx.x % 32, row0 = threadIdx.x / 128 * 64;
-    uint32_t row = threadIdx.x / 8, chunk = (threadIdx.x % 8) ^ ((row & 1) * 4);
-    const uint4 *any = from[0] ? from[0] : from[1] ? from[1] : (const uint4 *)w[0].data;
-    for (uint32_t s = 0; s < STAGES - 1; s++) {
-        if (s < groups)
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                copy_async(ring + s * 1024 + (row + i * 32) * 8 + chunk,
-                           from[i] ? from[i] + s * 8 : any, from[i]);
-        copy_commit();
-    }
-    struct tile_words now, next;
-    load_words(&next, w, 0);
-    for (uint32_t g = 0; g < groups; g++) {
-        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
-        __syncthreads();
-        uint32_t ahead = g + STAGES - 1;
-        if (ahead < groups)
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                copy_async(ring + ahead % STAGES * 1024 + (row + i * 32) * 8 + chunk,
-                           from[i] ? from[i] + ahead * 8 : any, from[i]);
-        copy_commit();
-        now = next;
-        if (g + 1 < groups)
-            load_words(&next, w, g + 1);
-        const uint4 *stage = ring + g % STAGES * 1024 + (row0 + lane / 4) * 8;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            uint32_t a[2][8];
-            decode_half(a[0], now, 0, half);
-            decode_half(a[1], now, 1, half);
-            uint32_t at = (half * 4 + lane % 4) ^ ((lane / 4 & 1) * 4);
-#pragma unroll
-            for (int j = 0; j < 8; j++) {
-                uint4 b = stage[j * 64 + at];
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    mma_bf16(sum[i][j], a[i][0], a[i][1], a[i][2], a[i][3], b.x, b.y);
-                    mma_bf16(sum[i][j], a[i][4], a[i][5], a[i][6], a[i][7], b.z, b.w);
-                }
-            }
+        for (int j = 0; j < N / 8; j++) {
+            const char *row = x + (j * 8 + lane / 4) * 128 + lane % 4 * 4;
+            uint32_t b0 = *(const uint32_t *)(row + ((step * 2) ^ (lane / 4)) * 16);
+            uint32_t b1 = *(const uint32_t *)(row + ((step * 2 + 1) ^ (lane / 4)) * 16);
+            mma_f16(sum + j * 4, a + step * 4, b0, b1);
         }
+#endif
+}
+
+template <int N, int WARPGROUPS>
+static __device__ __forceinline__ void product_step(float sum[N / 2], uint32_t a[16],
+                                                    const ring_source<N, WARPGROUPS> &from,
+                                                    char *ring, uint32_t g, uint32_t groups)
+{
+    typedef ring_stage<N, WARPGROUPS> stage;
+    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 3));
+    shared_fence();
+    __syncthreads(); /* group g is there; group g - 2 has been multiplied everywhere */
+    ring_copy<N, WARPGROUPS>(from, ring, g + STAGES - 2, groups);
+    const char *at = ring + g % STAGES * stage::bytes;
+    decode_tile(a, at, at + stage::pairs);
+    multiply<N>(sum, a, at + stage::x);
+}
+
+/* sum[j * 4 + ..]: this warp's 16 outputs x rows j * 8.., as mma's d. */
+template <int N, int WARPGROUPS>
+static __device__ __forceinline__ void product(float sum[N / 2],
+                                               const ring_source<N, WARPGROUPS> &from,
+                                               uint32_t groups, char *ring)
+{
+    uint32_t a[2][16];
+#pragma unroll
+    for (int i = 0; i < N / 2; i++)
+        sum[i] = 0;
+#pragma unroll 1
+    for (uint32_t g = 0; g < STAGES - 2; g++)
+        ring_copy<N, WARPGROUPS>(from, ring, g, groups);
+#pragma unroll 1
+    for (uint32_t g = 0; g < groups; g += 2) {
+        product_step<N, WARPGROUPS>(sum, a[0], from, ring, g, groups);
+        if (g + 1 < groups)
+            product_step<N, WARPGROUPS>(sum, a[1], from, ring, g + 1, groups);
     }
+#if CUDA_WGMMA
+    wgmma_wait();
+#endif
+#pragma unroll
+    for (int i = 0; i < N / 2; i++)
+        asm volatile("" : "+f"(sum[i])::"memory");
+}
+
+static __device__ __forceinline__ char *ring_begin(char *space)
+{
+    return space + (1024 - __cvta_generic_to_shared(space) % 1024) % 1024;
 }
 
 /* ---- dense -------------------------------------------------------------------------------- */
@@ -179,49 +217,58 @@ struct prefill_dense_args {
     const uint32_t *pairs[LINEAR_MAX];
     float *out[LINEAR_MAX];
     uint32_t outs[LINEAR_MAX];
-    uint32_t first_tile[LINEAR_MAX + 1]; /* in tiles of TILE_OUTS */
-    const uint4 *packed;                 /* bf16 [rows, cols] */
+    uint32_t first_tile[LINEAR_MAX + 1]; /* in tiles of a block */
+    const uint4 *packed;                 /* f16 [rows, cols] */
     uint32_t rows, groups;
     bool add;
 };
 
-static __global__ void __launch_bounds__(256, 2) prefill_dense(const struct prefill_dense_args a)
+template <int N, int WARPGROUPS>
+static __global__ void __launch_bounds__(WARPGROUPS * 128)
+    prefill_dense(const struct prefill_dense_args a)
 {
-    extern __shared__ uint4 ring[];
+    typedef ring_stage<N, WARPGROUPS> stage;
+    extern __shared__ char space[];
     overlap_wait();
     overlap_next();
-    uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = blockIdx.x * TILE_ROWS;
+    uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = blockIdx.x * N;
     int m = 0;
     while (blockIdx.y >= a.first_tile[m + 1])
         m++;
-    uint32_t tiles = (a.outs[m] + 15) / 16;
-    uint32_t tile = (blockIdx.y - a.first_tile[m]) * (TILE_OUTS / 16) + warp % 4 * 2;
-    struct tile_source w[2];
-    for (int i = 0; i < 2; i++) {
-        uint64_t t = min(tile + i, tiles - 1);
-        w[i].data = a.data[m] + t * a.groups * 32;
-        w[i].pairs = a.pairs[m] + t * a.groups * 16;
+    uint32_t tiles = (a.outs[m] + 15) / 16, tile0 = (blockIdx.y - a.first_tile[m]) * stage::tiles;
+    ring_source<N, WARPGROUPS> from;
+    uint64_t t = min(tile0 + warp, tiles - 1);
+    from.codes = a.data[m] + t * a.groups * 32 + lane;
+    t = min(tile0 + threadIdx.x / 4 % stage::tiles, tiles - 1);
+    from.pairs = (const uint4 *)a.pairs[m] + t * a.groups * 4 + threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < stage::x_copies; i++) {
+        uint32_t row = first + ring_row<WARPGROUPS>(i);
+        from.x[i] = row < a.rows ? a.packed + (uint64_t)row * a.groups * 8 + threadIdx.x % 8 : 0;
     }
-    const uint4 *from[4];
-    for (int i = 0; i < 4; i++) {
-        uint32_t row = first + threadIdx.x / 8 + i * 32;
-        from[i] = row < a.rows ? a.packed + (uint64_t)row * a.groups * 8 + threadIdx.x % 8 : 0;
-    }
-    float sum[2][8][4] = {};
-    product(sum, w, from, a.groups, ring);
+    float sum[N / 2];
+    product<N, WARPGROUPS>(sum, from, a.groups, ring_begin(space));
 #pragma unroll
-    for (int i = 0; i < 2; i++)
+    for (int j = 0; j < N / 8; j++)
 #pragma unroll
-        for (int j = 0; j < 8; j++)
-#pragma unroll
-            for (int n = 0; n < 4; n++) {
-                uint32_t row = first + warp / 4 * 64 + j * 8 + lane % 4 * 2 + n % 2;
-                uint32_t o = (tile + i) * 16 + lane / 4 + n / 2 * 8;
-                if (row < a.rows && o < a.outs[m]) {
-                    float *out = a.out[m] + (uint64_t)row * a.outs[m] + o;
-                    *out = a.add ? *out + sum[i][j][n] : sum[i][j][n];
-                }
+        for (int n = 0; n < 4; n++) {
+            uint32_t row = first + j * 8 + lane % 4 * 2 + n % 2;
+            uint32_t o = (tile0 + warp) * 16 + lane / 4 + n / 2 * 8;
+            if (row < a.rows && o < a.outs[m]) {
+                float *out = a.out[m] + (uint64_t)row * a.outs[m] + o;
+                *out = a.add ? *out + sum[j * 4 + n] : sum[j * 4 + n];
             }
+        }
+}
+
+template <int N, int WARPGROUPS>
+static void prefill_dense_run(struct device *device, struct prefill_dense_args a)
+{
+    for (uint32_t i = 0; i < LINEAR_MAX; i++)
+        a.first_tile[i + 1] = a.first_tile[i] + cuda_ceil(a.outs[i], WARPGROUPS * 64);
+    cuda_launch(device, prefill_dense<N, WARPGROUPS>,
+                dim3(cuda_ceil(a.rows, N), a.first_tile[LINEAR_MAX]), WARPGROUPS * 128,
+                ring_stage<N, WARPGROUPS>::total, a);
 }
 
 void cuda_prefill_linear(struct device *device, const struct linear_args *args)
@@ -234,23 +281,25 @@ void cuda_prefill_linear(struct device *device, const struct linear_args *args)
     cuda_launch(device, prefill_pack, dim3(args->rows), 256, 0, cuda_at<const float>(args->x),
                 cuda_at<const uint32_t>(args->select), cuda_at<const float>(args->gain), args->eps,
                 cols, packed);
-    for (uint32_t i = 0; i < LINEAR_MAX; i++) {
-        if (i < args->n) {
-            struct matrix m = cuda_matrix(args->weight[i]);
-            a.data[i] = (const uint4 *)m.data;
-            a.pairs[i] = m.pairs;
-            a.outs[i] = m.rows;
-            a.out[i] = cuda_at<float>(args->out[i]);
-        }
-        a.first_tile[i + 1] = a.first_tile[i] + cuda_ceil(a.outs[i], TILE_OUTS);
+    for (uint32_t i = 0; i < args->n; i++) {
+        struct matrix m = cuda_matrix(args->weight[i]);
+        a.data[i] = (const uint4 *)m.data;
+        a.pairs[i] = m.pairs;
+        a.outs[i] = m.rows;
+        a.out[i] = cuda_at<float>(args->out[i]);
     }
     a.packed = packed;
     a.rows = args->rows;
     a.groups = cols / 64;
     a.add = args->add;
-    cuda_launch(device, prefill_dense,
-                dim3(cuda_ceil(args->rows, TILE_ROWS), a.first_tile[LINEAR_MAX]), 256,
-                STAGES * 1024 * sizeof(uint4), a);
+    if (a.rows <= 32)
+        prefill_dense_run<32, 1>(device, a);
+    else if (a.rows <= 64)
+        prefill_dense_run<64, 1>(device, a);
+    else if (a.rows <= 1024)
+        prefill_dense_run<128, 2>(device, a);
+    else
+        prefill_dense_run<128, 4>(device, a);
 }
 
 /* ---- experts ------------------------------------------------------------------------------ */
@@ -261,10 +310,10 @@ struct route_tile {
 };
 
 /* One block: list [pairs] gets the pairs (row * topk + choice) in the order of their experts, and
- * tiles the pieces of at most TILE_ROWS. */
+ * tiles the pieces of at most tile_rows. */
 static __global__ void __launch_bounds__(ROUTE_THREADS)
     prefill_route(const uint32_t *ids, uint32_t pairs, uint32_t experts, uint32_t *list,
-                  struct route_tile *tiles, uint32_t capacity)
+                  struct route_tile *tiles, uint32_t capacity, uint32_t tile_rows)
 {
     __shared__ uint32_t count[ROUTE_EXPERTS], next[ROUTE_EXPERTS], tile_end[ROUTE_EXPERTS];
     overlap_wait();
@@ -277,7 +326,7 @@ static __global__ void __launch_bounds__(ROUTE_THREADS)
     __syncthreads();
     uint32_t own = count[e];
     next[e] = own;
-    tile_end[e] = (own + TILE_ROWS - 1) / TILE_ROWS;
+    tile_end[e] = (own + tile_rows - 1) / tile_rows;
     for (uint32_t off = 1; off < ROUTE_EXPERTS; off *= 2) { /* inclusive sums */
         __syncthreads();
         uint32_t a = e >= off ? next[e - off] : 0, b = e >= off ? tile_end[e - off] : 0;
@@ -286,11 +335,11 @@ static __global__ void __launch_bounds__(ROUTE_THREADS)
         tile_end[e] += b;
     }
     __syncthreads();
-    uint32_t first = next[e] - own, tile = tile_end[e] - (own + TILE_ROWS - 1) / TILE_ROWS;
+    uint32_t first = next[e] - own, tile = tile_end[e] - (own + tile_rows - 1) / tile_rows;
     uint32_t used = tile_end[experts - 1];
     next[e] = first;
-    for (uint32_t i = 0; i < own; i += TILE_ROWS)
-        tiles[tile++] = {e, first + i, min((uint32_t)TILE_ROWS, own - i), 0};
+    for (uint32_t i = 0; i < own; i += tile_rows)
+        tiles[tile++] = {e, first + i, min(tile_rows, own - i), 0};
     for (uint32_t i = used + e; i < capacity; i += blockDim.x)
         tiles[i] = {0, 0, 0, 0};
     __syncthreads();
@@ -304,106 +353,128 @@ struct prefill_experts_args {
     const uint32_t *list;           /* pairs by expert, with tiles */
     uint32_t rows;                  /* without tiles */
     uint32_t topk;
-    const uint4 *h;     /* packed bf16 [rows, hidden] */
-    __nv_bfloat16 *act; /* packed bf16 [pairs in list's order, width] */
-    float *y;           /* f32 [pairs, hidden] */
+    const uint4 *h; /* f16 [rows, hidden] */
+    __half *act;    /* f16 [pairs in list's order, width] */
+    float *y;       /* f32 [pairs, hidden] */
 };
 
+template <int N>
 static __device__ __forceinline__ struct route_tile
 experts_tile(const struct prefill_experts_args &a)
 {
-    struct route_tile tile = {0, blockIdx.x * TILE_ROWS, 0, 0};
+    struct route_tile tile = {0, blockIdx.x * N, 0, 0};
     if (a.tiles)
         tile = a.tiles[blockIdx.x];
     else
-        tile.count = min((uint32_t)TILE_ROWS, a.rows - tile.first);
+        tile.count = min((uint32_t)N, a.rows - tile.first);
     return tile;
 }
 
-static __device__ __forceinline__ struct tile_source tile_of(const struct matrix &m, uint32_t item,
-                                                             uint32_t tile)
+static __device__ __forceinline__ uint64_t tile_of(const struct matrix &m, uint32_t item,
+                                                   uint32_t tile)
 {
-    uint32_t groups = m.cols / 64;
-    uint64_t at = ((uint64_t)item * (m.stride / 16) + min(tile, m.stride / 16 - 1)) * groups;
-    return {(const uint4 *)m.data + at * 32, m.pairs + at * 16};
+    return (uint64_t)item * (m.stride / 16) + min(tile, m.stride / 16 - 1);
 }
 
-/* act = silu(gate h) * up h. A warp's two tiles are the same 16 outputs of gate and up. */
-static __global__ void __launch_bounds__(256, 2)
+/* act = silu(gate h) * up h. The first half of the warps has the gate's outputs, the other half the
+ * same outputs of up, which it hands over through shared memory. */
+template <int N, int WARPGROUPS>
+static __global__ void __launch_bounds__(WARPGROUPS * 128)
     prefill_gate_up(const struct prefill_experts_args a)
 {
-    extern __shared__ uint4 ring[];
+    typedef ring_stage<N, WARPGROUPS> stage;
+    constexpr uint32_t HALF = stage::tiles / 2, THREADS = WARPGROUPS * 64;
+    extern __shared__ char space[];
     overlap_wait();
     overlap_next();
-    struct route_tile part = experts_tile(a);
+    struct route_tile part = experts_tile<N>(a);
     if (part.count == 0)
         return;
-    uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    uint32_t tile = blockIdx.y * 4 + warp % 4, groups = a.gate.cols / 64;
-    struct tile_source w[2] = {tile_of(a.gate, part.expert, tile),
-                               tile_of(a.up, part.expert, tile)};
-    const uint4 *from[4];
-    for (int i = 0; i < 4; i++) {
-        uint32_t n = threadIdx.x / 8 + i * 32;
-        from[i] = 0;
+    uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, groups = a.gate.cols / 64;
+    uint32_t tile0 = blockIdx.y * HALF, pair_tile = threadIdx.x / 4 % stage::tiles;
+    const struct matrix &m = warp < HALF ? a.gate : a.up;
+    const struct matrix &pair_m = pair_tile < HALF ? a.gate : a.up;
+    ring_source<N, WARPGROUPS> from;
+    from.codes = (const uint4 *)m.data +
+                 tile_of(m, part.expert, tile0 + warp % HALF) * groups * 32 + lane;
+    from.pairs = (const uint4 *)pair_m.pairs +
+                 tile_of(pair_m, part.expert, tile0 + pair_tile % HALF) * groups * 4 +
+                 threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < stage::x_copies; i++) {
+        uint32_t n = ring_row<WARPGROUPS>(i);
+        from.x[i] = 0;
         if (n < part.count) {
             uint32_t row = a.tiles ? a.list[part.first + n] / a.topk : part.first + n;
-            from[i] = a.h + (uint64_t)row * groups * 8 + threadIdx.x % 8;
+            from.x[i] = a.h + (uint64_t)row * groups * 8 + threadIdx.x % 8;
         }
     }
-    float sum[2][8][4] = {};
-    product(sum, w, from, groups, ring);
+    char *ring = ring_begin(space);
+    float sum[N / 2];
+    product<N, WARPGROUPS>(sum, from, groups, ring);
+    float *up = (float *)ring; /* [N / 2][THREADS] */
+    __syncthreads();
+    if (warp >= HALF)
 #pragma unroll
-    for (int j = 0; j < 8; j++)
+        for (int i = 0; i < N / 2; i++)
+            up[i * THREADS + threadIdx.x - THREADS] = sum[i];
+    __syncthreads();
+    if (warp >= HALF)
+        return;
+#pragma unroll
+    for (int j = 0; j < N / 8; j++)
 #pragma unroll
         for (int n = 0; n < 4; n++) {
-            uint32_t row = warp / 4 * 64 + j * 8 + lane % 4 * 2 + n % 2;
-            uint32_t o = tile * 16 + lane / 4 + n / 2 * 8;
-            uint32_t chunk = o / 64 * 8 + n / 2 * 4 + tile % 4, in = lane / 4;
+            uint32_t row = j * 8 + lane % 4 * 2 + n % 2;
+            uint32_t o = (tile0 + warp) * 16 + lane / 4 + n / 2 * 8;
+            float u = up[(j * 4 + n) * THREADS + threadIdx.x];
             if (row < part.count && o < a.gate.rows)
-                a.act[((uint64_t)(part.first + row) * (a.gate.rows / 8) + chunk) * 8 +
-                      (in < 4 ? in * 2 : in * 2 - 7)] =
-                    __float2bfloat16_rn(silu(sum[0][j][n]) * sum[1][j][n]);
+                a.act[(uint64_t)(part.first + row) * a.gate.rows + o] =
+                    __float2half_rn(f16_clamp(silu(sum[j * 4 + n]) * u));
         }
 }
 
-static __global__ void __launch_bounds__(256, 2) prefill_down(const struct prefill_experts_args a)
+template <int N, int WARPGROUPS>
+static __global__ void __launch_bounds__(WARPGROUPS * 128)
+    prefill_down(const struct prefill_experts_args a)
 {
-    extern __shared__ uint4 ring[];
+    typedef ring_stage<N, WARPGROUPS> stage;
+    extern __shared__ char space[];
     overlap_wait();
     overlap_next();
-    struct route_tile part = experts_tile(a);
+    struct route_tile part = experts_tile<N>(a);
     if (part.count == 0)
         return;
     uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, groups = a.down.cols / 64;
-    uint32_t tile = blockIdx.y * (TILE_OUTS / 16) + warp % 4 * 2;
-    struct tile_source w[2] = {tile_of(a.down, part.expert, tile),
-                               tile_of(a.down, part.expert, tile + 1)};
-    const uint4 *from[4];
-    for (int i = 0; i < 4; i++) {
-        uint32_t n = threadIdx.x / 8 + i * 32;
-        from[i] = n < part.count ? (const uint4 *)a.act + (uint64_t)(part.first + n) * groups * 8 +
-                                       threadIdx.x % 8
-                                 : 0;
-    }
-    float sum[2][8][4] = {};
-    product(sum, w, from, groups, ring);
+    uint32_t tile0 = blockIdx.y * stage::tiles, pair_tile = threadIdx.x / 4 % stage::tiles;
+    ring_source<N, WARPGROUPS> from;
+    from.codes = (const uint4 *)a.down.data +
+                 tile_of(a.down, part.expert, tile0 + warp) * groups * 32 + lane;
+    from.pairs = (const uint4 *)a.down.pairs +
+                 tile_of(a.down, part.expert, tile0 + pair_tile) * groups * 4 + threadIdx.x % 4;
 #pragma unroll
-    for (int j = 0; j < 8; j++)
+    for (int i = 0; i < stage::x_copies; i++) {
+        uint32_t n = ring_row<WARPGROUPS>(i);
+        from.x[i] = n < part.count ? (const uint4 *)a.act +
+                                         (uint64_t)(part.first + n) * groups * 8 + threadIdx.x % 8
+                                   : 0;
+    }
+    float sum[N / 2];
+    product<N, WARPGROUPS>(sum, from, groups, ring_begin(space));
+#pragma unroll
+    for (int j = 0; j < N / 8; j++)
 #pragma unroll
         for (int n = 0; n < 2; n++) {
-            uint32_t row = warp / 4 * 64 + j * 8 + lane % 4 * 2 + n;
+            uint32_t row = j * 8 + lane % 4 * 2 + n;
             if (row >= part.count)
                 continue;
             uint64_t pair = a.tiles ? a.list[part.first + row] : part.first + row;
 #pragma unroll
-            for (int i = 0; i < 2; i++)
-#pragma unroll
-                for (int lower = 0; lower < 2; lower++) {
-                    uint32_t o = (tile + i) * 16 + lane / 4 + lower * 8;
-                    if (o < a.down.rows)
-                        a.y[pair * a.down.rows + o] = sum[i][j][lower * 2 + n];
-                }
+            for (int lower = 0; lower < 2; lower++) {
+                uint32_t o = (tile0 + warp) * 16 + lane / 4 + lower * 8;
+                if (o < a.down.rows)
+                    a.y[pair * a.down.rows + o] = sum[j * 4 + lower * 2 + n];
+            }
         }
 }
 
@@ -423,20 +494,40 @@ static __global__ void prefill_combine(const float *y, const float *weights, con
     }
 }
 
+template <int N, int WARPGROUPS>
 static void prefill_run(struct device *device, const struct prefill_experts_args &a, uint32_t tiles)
 {
-    size_t shared = STAGES * 1024 * sizeof(uint4);
-    cuda_launch(device, prefill_gate_up, dim3(tiles, cuda_ceil(a.gate.rows, TILE_OUTS / 2)), 256,
-                shared, a);
-    cuda_launch(device, prefill_down, dim3(tiles, cuda_ceil(a.down.rows, TILE_OUTS)), 256, shared,
-                a);
+    size_t shared = ring_stage<N, WARPGROUPS>::total;
+    cuda_launch(device, prefill_gate_up<N, WARPGROUPS>,
+                dim3(tiles, cuda_ceil(a.gate.rows, WARPGROUPS * 32)), WARPGROUPS * 128, shared, a);
+    cuda_launch(device, prefill_down<N, WARPGROUPS>,
+                dim3(tiles, cuda_ceil(a.down.rows, WARPGROUPS * 64)), WARPGROUPS * 128, shared, a);
+}
+
+/* Rows of a tile: near what an expert gets, since rows that are missing cost as much as others. */
+static uint32_t prefill_tile_rows(uint64_t pairs, uint32_t experts)
+{
+    uint64_t mean = pairs / experts;
+    return mean <= 24 ? 32 : mean <= 160 ? 64 : 128;
+}
+
+static void prefill_run_tiles(struct device *device, const struct prefill_experts_args &a,
+                              uint32_t tiles, uint32_t tile_rows)
+{
+    if (tile_rows == 32)
+        prefill_run<32, 2>(device, a, tiles);
+    else if (tile_rows == 64)
+        prefill_run<64, 4>(device, a, tiles);
+    else
+        prefill_run<128, 4>(device, a, tiles);
 }
 
 void cuda_prefill_experts(struct device *device, const struct moe_experts_args *args)
 {
     const struct moe_dims *d = &args->dims;
     uint64_t rows = args->rows, pairs = rows * d->topk, hidden = d->hidden;
-    uint32_t capacity = pairs / TILE_ROWS + (d->experts < pairs ? d->experts : pairs);
+    uint32_t tile_rows = prefill_tile_rows(pairs, d->experts);
+    uint32_t capacity = pairs / tile_rows + (d->experts < pairs ? d->experts : pairs);
     uint64_t tile_bytes = (uint64_t)capacity * sizeof(struct route_tile);
     uint64_t act_bytes = pairs * d->width * 2, shared_bytes = rows * d->shared_width * 2;
     char *route = (char *)cuda_scratch(device, SCRATCH_ROUTE, tile_bytes + pairs * 4);
@@ -452,7 +543,7 @@ void cuda_prefill_experts(struct device *device, const struct moe_experts_args *
                 (uint4 *)packed);
     cuda_launch(device, prefill_route, dim3(1), ROUTE_THREADS, 0,
                 cuda_at<const uint32_t>(args->ids), (uint32_t)pairs, d->experts, list, tiles,
-                capacity);
+                capacity, tile_rows);
     struct prefill_experts_args a = {};
     a.gate = cuda_matrix(args->gate);
     a.up = cuda_matrix(args->up);
@@ -461,17 +552,18 @@ void cuda_prefill_experts(struct device *device, const struct moe_experts_args *
     a.list = list;
     a.topk = d->topk;
     a.h = (const uint4 *)packed;
-    a.act = (__nv_bfloat16 *)(packed + rows * hidden * 2);
+    a.act = (__half *)(packed + rows * hidden * 2);
     a.y = y;
-    prefill_run(device, a, capacity);
+    prefill_run_tiles(device, a, capacity, tile_rows);
     a.gate = cuda_matrix(args->shared_gate_proj);
     a.up = cuda_matrix(args->shared_up);
     a.down = cuda_matrix(args->shared_down);
     a.tiles = nullptr;
     a.rows = args->rows;
-    a.act = (__nv_bfloat16 *)(packed + rows * hidden * 2 + act_bytes);
+    a.act = (__half *)(packed + rows * hidden * 2 + act_bytes);
     a.y = y + pairs * hidden;
-    prefill_run(device, a, cuda_ceil(rows, TILE_ROWS));
+    tile_rows = rows <= 32 ? 32 : rows <= 1024 ? 64 : 128;
+    prefill_run_tiles(device, a, cuda_ceil(rows, tile_rows), tile_rows);
     cuda_launch(device, prefill_combine, dim3(args->rows), 256, 0, (const float *)y,
                 cuda_at<const float>(args->weights), (const float *)(y + pairs * hidden),
                 cuda_at<const float>(args->shared_gate), d->topk, d->hidden,

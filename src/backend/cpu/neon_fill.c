@@ -1,1 +1,0 @@
-#include "backend/cpu/fast_fill.h"

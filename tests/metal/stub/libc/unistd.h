@@ -1,3 +1,0 @@
-#pragma once
-enum { _SC_PAGESIZE = 29 }; // macOS
-long sysconf(int name);

@@ -1,0 +1,285 @@
+/* The CUDA backend end to end on the demo model: however rows are cut into batches, what follows
+ * is the same. SKIPs where there is no such GPU. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <cmocka.h>
+
+#include "backend/device.h"
+#include "base/mem.h"
+#include "base/rand.h"
+#include "model/graph.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { CTX = 16640, ROWS = 4096, SLOTS = 8, LENGTHS = 256 };
+
+static struct device *device;
+static struct model model;
+static struct state state;
+static struct graph *graph;
+static int32_t *ids;
+
+static bool is_long(void)
+{
+    const char *v = getenv("CALLA_TEST_LONG");
+    return v && !strcmp(v, "1");
+}
+
+static int open_all(void **unused)
+{
+    (void)unused;
+    struct err err = {0};
+    struct device_options options = {.name = "cuda"};
+    struct model_options load = {0};
+    if (!device_open(&options, &device, &err))
+        return 0; /* the tests skip */
+    struct state_limits limits = {.slots = SLOTS,
+                                  .ctx = CTX,
+                                  .pages = 2 * CTX / KV_PAGE,
+                                  .kv_kind = device_head(device)->kv_kind};
+    struct graph_limits rows = {.rows = ROWS, .segments = SLOTS, .logit_rows = SLOTS};
+    if (!model_open("models/demo", device, &load, &model, &err) ||
+        !state_open(&model, &limits, &state, &err) ||
+        !graph_open(&model, &state, &rows, &graph, &err)) {
+        print_error("%s\n", err.text);
+        return 1;
+    }
+    struct rand rand = {17};
+    ids = mem_new(CTX, sizeof *ids);
+    for (int i = 0; i < CTX; i++)
+        ids[i] = (int32_t)rand_below(&rand, model.config.vocab);
+    return 0;
+}
+
+static int close_all(void **unused)
+{
+    (void)unused;
+    if (!device)
+        return 0;
+    graph_close(graph);
+    state_close(&state);
+    model_close(&model);
+    device_close(device);
+    free(ids);
+    return 0;
+}
+
+static uint32_t acquire(void)
+{
+    struct err err = {0};
+    uint32_t slot = 0;
+    if (!state_acquire(&state, &slot, &err))
+        fail_msg("%s", err.text);
+    return slot;
+}
+
+/* Feeds rows tokens of each slot (seg[i].rows, tokens from ids + base[i] + position); the logits
+ * that follow each stand in row i. */
+static void feed(const uint32_t *slot, const uint32_t *base, const uint32_t *rows, uint32_t n)
+{
+    static int32_t tokens[ROWS];
+    struct segment segments[SLOTS];
+    uint32_t wanted[SLOTS], row = 0;
+    struct err err = {0};
+    for (uint32_t i = 0; i < n; i++) {
+        segments[i] = (struct segment){
+            .slot = slot[i], .row = row, .rows = rows[i], .pos = state.slot_pos[slot[i]]};
+        memcpy(tokens + row, ids + base[i] + segments[i].pos, rows[i] * sizeof *tokens);
+        row += rows[i];
+        wanted[i] = row - 1;
+    }
+    struct batch batch = {.rows = row,
+                          .segments = n,
+                          .logit_rows = n,
+                          .tokens = tokens,
+                          .segment = segments,
+                          .logit_row = wanted};
+    if (!graph_forward(graph, &batch, &err))
+        fail_msg("%s", err.text);
+}
+
+/* Log-probabilities of row i of the last batch. */
+static float *read_row(uint32_t i)
+{
+    struct err err = {0};
+    uint32_t vocab = model.config.vocab;
+    float *row = mem_new(vocab, sizeof *row);
+    double most = -INFINITY, sum = 0;
+    if (!graph_read_logits(graph, i, row, &err))
+        fail_msg("%s", err.text);
+    for (uint32_t k = 0; k < vocab; k++)
+        most = row[k] > most ? row[k] : most;
+    for (uint32_t k = 0; k < vocab; k++)
+        sum += exp(row[k] - most);
+    for (uint32_t k = 0; k < vocab; k++)
+        row[k] = (float)(row[k] - most - log(sum));
+    return row;
+}
+
+/* All recurrent and convolution states of a slot. */
+static float *read_states(uint32_t slot, size_t *count)
+{
+    const struct config *c = &model.config;
+    size_t delta = (size_t)c->value_heads * CONFIG_DELTA_DIM * CONFIG_DELTA_DIM;
+    size_t conv =
+        (2 * (size_t)c->key_heads + c->value_heads) * CONFIG_DELTA_DIM * (CONFIG_CONV_TAPS - 1);
+    float *all = mem_new(c->delta_layers * (delta + conv), sizeof *all), *at = all;
+    for (uint32_t layer = 0; layer < c->layers; layer++) {
+        if (c->full_attention[layer])
+            continue;
+        device_calls(device)->read(
+            device, at, span_at(state_delta(&state, layer), slot * delta * 4), delta * 4);
+        device_calls(device)->read(device, at + delta,
+                                   span_at(state_conv(&state, layer), slot * conv * 4), conv * 4);
+        at += delta + conv;
+    }
+    *count = (size_t)(at - all);
+    return all;
+}
+
+static double mean_difference(const float *a, const float *b, size_t n)
+{
+    double sum = 0;
+    for (size_t i = 0; i < n; i++)
+        sum += fabs((double)a[i] - b[i]);
+    return sum / (double)n;
+}
+
+static double relative_difference(const float *a, const float *b, size_t n)
+{
+    double sum = 0, all = 0;
+    for (size_t i = 0; i < n; i++) {
+        sum += ((double)a[i] - b[i]) * ((double)a[i] - b[i]);
+        all += (double)b[i] * b[i];
+    }
+    return sqrt(sum / all);
+}
+
+static size_t pick_lengths(uint32_t *length)
+{
+    size_t n = 0;
+    uint32_t every = is_long() ? 1 : 13, last = is_long() ? 16384 : 2048;
+    for (uint32_t i = 1; i <= 200; i += i < 20 ? 1 : every)
+        length[n++] = i;
+    for (uint32_t power = 256; power <= last; power *= 2)
+        for (uint32_t i = power - 1; i <= power + 1; i++)
+            length[n++] = i;
+    return n;
+}
+
+/* Pitfalls 71, 73, 74: around taps, chunks, pages and tiles; a recorded step each token. */
+static void prefill_is_token_by_token(void **unused)
+{
+    (void)unused;
+    if (!device)
+        skip();
+    static float *row[LENGTHS], *states[LENGTHS];
+    uint32_t length[LENGTHS], one = 1, base = 0, slot = acquire(), worst = 0;
+    size_t n = pick_lengths(length), count = 0;
+    for (size_t i = 0; i < n; i++) {
+        while (state.slot_pos[slot] < length[i])
+            feed(&slot, &base, &one, 1);
+        row[i] = read_row(0);
+        states[i] = read_states(slot, &count);
+    }
+    double most = 0, sum = 0, state_most = 0;
+    for (size_t i = 0; i < n; i++) {
+        state_reset(&state, slot);
+        while (state.slot_pos[slot] < length[i]) {
+            uint32_t left = length[i] - state.slot_pos[slot], rows = left < ROWS ? left : ROWS;
+            feed(&slot, &base, &rows, 1);
+        }
+        float *got = read_row(0), *after = read_states(slot, &count);
+        double d = mean_difference(got, row[i], model.config.vocab);
+        double s = relative_difference(after, states[i], count);
+        worst = d > most ? length[i] : worst;
+        most = d > most || isnan(d) ? d : most;
+        state_most = s > state_most || isnan(s) ? s : state_most;
+        sum += d;
+        free(got);
+        free(after);
+        free(row[i]);
+        free(states[i]);
+    }
+    state_release(&state, slot);
+    print_message("%zu lengths to %u: mean difference %.5f, at most %.5f (length %u); states at "
+                  "most %.5f apart\n",
+                  n, length[n - 1], sum / (double)n, most, worst, state_most);
+    assert_true(sum / (double)n <= 0.01);
+    assert_true(most <= 0.1);
+    assert_true(state_most <= 0.05);
+}
+
+/* Pitfalls 62, 98, 104: 1 to 8 sequences of different lengths decode as each does alone. */
+static void batches_are_their_sequences(void **unused)
+{
+    (void)unused;
+    if (!device)
+        skip();
+    enum { STEPS = 12 };
+    static float *alone[SLOTS][STEPS];
+    uint32_t slot[SLOTS], base[SLOTS], length[SLOTS], ones[SLOTS];
+    for (uint32_t i = 0; i < SLOTS; i++) {
+        slot[i] = acquire();
+        base[i] = i * 1500;
+        length[i] = i % 3 == 0 ? 3 + i : i % 3 == 1 ? 250 + i : 700 + 37 * i;
+        ones[i] = 1;
+        feed(&slot[i], &base[i], &length[i], 1);
+        for (int t = 0; t < STEPS; t++) {
+            feed(&slot[i], &base[i], ones, 1);
+            alone[i][t] = read_row(0);
+        }
+    }
+    double most = 0;
+    for (uint32_t n = 1; n <= SLOTS; n++) {
+        for (uint32_t i = 0; i < n; i++) {
+            state_reset(&state, slot[i]);
+            feed(&slot[i], &base[i], &length[i], 1);
+        }
+        for (int t = 0; t < STEPS; t++) {
+            feed(slot, base, ones, n);
+            for (uint32_t i = 0; i < n; i++) {
+                float *got = read_row(i);
+                double d = mean_difference(got, alone[i][t], model.config.vocab);
+                most = d > most || isnan(d) ? d : most;
+                free(got);
+            }
+        }
+    }
+    for (uint32_t i = 0; i < SLOTS; i++) {
+        state_release(&state, slot[i]);
+        for (int t = 0; t < STEPS; t++)
+            free(alone[i][t]);
+    }
+    print_message("batches of 1 to %d: mean difference at most %.6f\n", SLOTS, most);
+    assert_true(most <= 0.003);
+}
+
+static void too_much_is_refused(void **unused)
+{
+    (void)unused;
+    if (!device)
+        skip();
+    struct state big;
+    struct err err = {0};
+    struct state_limits limits = {.slots = 4096, .ctx = 262144, .kv_kind = KV_BF16};
+    assert_false(state_open(&model, &limits, &big, &err));
+    assert_int_equal(err.kind, ERR_RESOURCE);
+    assert_non_null(strstr(err.text, "GiB are free"));
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(prefill_is_token_by_token),
+        cmocka_unit_test(batches_are_their_sequences),
+        cmocka_unit_test(too_much_is_refused),
+    };
+    return cmocka_run_group_tests(tests, open_all, close_all);
+}
