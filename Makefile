@@ -3,10 +3,13 @@
 #   make                 build/calla
 #   make test            every test, short forms; ends with "N passed, N failed, N skipped"
 #   make test-long       the same tests at their full counts
+#   make metal-check     on a Mac: every Metal op against the reference, then its speed
 #   make lint format     checks of style and layers; reformat
 #   make SAN=1 ...       address and undefined-behaviour sanitizers, into build/san/
 #   make SAN=thread ...  the thread sanitizer, into build/tsan/
 #   make CUDA=0 ...      leave the CUDA backend out although nvcc is there
+#   make metal-emulated  on Linux: calla and kcheck with the Metal backend over tests/metal, for
+#                        tests, into build/emu/ (needs clang 19 and libobjc)
 #   make V=1 ...         show the commands
 
 UNAME := $(shell uname -s)
@@ -67,6 +70,23 @@ NVCCFLAGS += -std=c++17 -O3 -Isrc -Xcompiler -Wall,-fno-exceptions,-fno-rtti,-fn
 endif
 CMD_SRC := $(wildcard src/cmd/*.c)
 LIB_OBJ := $(LIB_SRC:%.c=$(B)/%.o) $(CUDA_SRC:%.cu=$(B)/%.o) $(B)/gen/page.o
+# The order matters: the kernels' text is one text.
+METAL_TEXT := $(addprefix src/backend/metal/,dims.h common.h embed.metal linear.metal delta.metal \
+                attention.metal moe.metal sample.metal)
+ifeq ($(UNAME),Darwin)
+OBJC ?= $(CC)
+OBJCFLAGS += -O2 -g -fobjc-arc -fblocks -Wall
+CPPFLAGS += -DCALLA_METAL
+LIB_OBJ += $(B)/src/backend/metal/metal.o $(B)/src/backend/metal/metal_ops.o $(B)/gen/metal_source.o
+LDLIBS += -framework Foundation -framework Metal
+endif
+# The same files on Linux, over the emulator and its stub of the Metal framework.
+EMU := build/emu
+EMU_OBJ := $(addprefix $(EMU)/,src/backend/device.o src/backend/metal/metal.o src/backend/metal/metal_ops.o \
+             gen/metal_source.o tests/metal/stub/metal_stub.o) \
+             $(patsubst %.c,$(EMU)/%.o,$(wildcard tests/metal/runtime/*.c))
+EMU_TOOLS := $(and $(filter Linux-x86_64,$(UNAME)-$(ARCH)),$(shell command -v clang-19 2>/dev/null), \
+               $(wildcard /usr/lib/gcc/x86_64-linux-gnu/*/libobjc.so))
 CMD_OBJ := $(CMD_SRC:%.c=$(B)/%.o)
 UNIT_SRC := $(wildcard tests/unit/test_*.c)
 UNIT_BIN := $(UNIT_SRC:tests/unit/%.c=$(B)/tests/%)
@@ -99,6 +119,8 @@ $(B)/src/backend/cpu/ref_%.o $(B)/src/backend/cpu/cpu_weight.o: CFLAGS += -O3
 $(B)/src/backend/cpu/avx2_%.o: CFLAGS += -mavx2 -mfma -O3
 $(B)/src/backend/cpu/avx512_%.o: CFLAGS += -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx2 -mfma -O3
 
+$(B)/src/backend/cpu/neon_%.o: CFLAGS += -march=armv8.2-a+dotprod -O3
+
 $(B)/%.o: %.c
 	@mkdir -p $(@D)
 	$(call say,CC  )
@@ -108,6 +130,54 @@ $(B)/%.o: %.cu
 	@mkdir -p $(@D)
 	$(call say,NVCC)
 	$(Q)$(NVCC) $(NVCCFLAGS) -MMD -MP -c -o $@ $<
+
+$(B)/%.o: %.m
+	@mkdir -p $(@D)
+	$(call say,OBJC)
+	$(Q)$(OBJC) $(CPPFLAGS) $(OBJCFLAGS) -MMD -MP -c -o $@ $<
+
+# The kernels are compiled on the machine that runs them. Their text is bytes of the library.
+$(B)/gen/metal_source.c: $(METAL_TEXT)
+	@mkdir -p $(@D)
+	$(call say,GEN )
+	$(Q){ echo '#include "backend/metal/internal.h"'; echo 'const char metal_source[] = {'; \
+		for f in $(METAL_TEXT); do echo "#line 1 \"$$f\""; sed '/^#include "/s/.*//' $$f; done | \
+		od -An -v -tx1 | sed 's/ *\([0-9a-f][0-9a-f]\)/0x\1,/g'; \
+		echo '0};'; } >$@.part && mv $@.part $@
+
+$(B)/gen/metal_source.o: $(B)/gen/metal_source.c
+	$(call say,CC  )
+	$(Q)$(CC) $(CPPFLAGS) $(CFLAGS) -MMD -MP -c -o $@ $<
+
+# What differs from the plain build in front of its library.
+$(EMU)/calla: $(CMD_OBJ) $(EMU_OBJ) $(B)/libcalla.a
+	$(call say,LINK)
+	$(Q)$(CC) $(LDFLAGS) -rdynamic -o $@ $^ $(LDLIBS) -lobjc -ldl
+
+$(EMU)/kcheck: $(KCHECK_SRC:%.c=$(B)/%.o) $(EMU_OBJ) $(B)/libcalla.a
+	$(call say,LINK)
+	$(Q)$(CC) $(LDFLAGS) -rdynamic -o $@ $^ $(LDLIBS) -lobjc -ldl
+
+$(EMU)/src/%.o: src/%.c
+	@mkdir -p $(@D)
+	$(call say,CC  )
+	$(Q)$(CC) $(filter-out -DCALLA_CUDA,$(CPPFLAGS)) -DCALLA_METAL $(CFLAGS) -MMD -MP -c -o $@ $<
+
+$(EMU)/gen/%.o: $(B)/gen/%.c
+	@mkdir -p $(@D)
+	$(call say,CC  )
+	$(Q)$(CC) $(CPPFLAGS) $(CFLAGS) -c -o $@ $<
+
+$(EMU)/tests/%.o: tests/%.c
+	@mkdir -p $(@D)
+	$(call say,CC  )
+	$(Q)clang-19 -std=c11 -D_GNU_SOURCE -O2 -g -Wall -Wextra -MMD -MP -c -o $@ $<
+
+$(EMU)/%.o: %.m
+	@mkdir -p $(@D)
+	$(call say,OBJC)
+	$(Q)clang-19 -Isrc -D_GNU_SOURCE -O1 -g -fobjc-runtime=gcc -fblocks -Wall -Itests/metal/stub \
+		-Itests/metal/runtime -DEMU_FOLDER=$(CURDIR)/tests/metal -MMD -MP -c -o $@ $<
 
 # The chat page is bytes of the library: od and sed are everywhere that make is.
 $(B)/gen/page.c: web/index.html
@@ -136,8 +206,37 @@ $(B)/kcheck: $(KCHECK_SRC:%.c=$(B)/%.o) $(B)/libcalla.a
 	$(call say,LINK)
 	$(Q)$(CC) $(LDFLAGS) -o $@ $^ $(LDLIBS)
 
+# kcheck for Arm, to run under qemu-aarch64: a static program of the backend alone, no library.
+ARM_CC ?= aarch64-linux-gnu-gcc
+HAVE_ARM_CC := $(if $(filter x86_64 amd64,$(ARCH)),$(if $(wildcard /usr/aarch64-linux-gnu/include/stdio.h),\
+               $(shell command -v $(ARM_CC) 2>/dev/null)))
+ARM := build/arm64
+ARM_SRC := $(KCHECK_SRC) src/base/err.c src/base/mem.c src/base/pool.c $(wildcard src/backend/*.c src/backend/cpu/cpu*.c \
+             src/backend/cpu/ref_*.c src/backend/cpu/neon_*.c)
+ARM_OBJ := $(ARM_SRC:%.c=$(ARM)/%.o)
+ARM_FLAGS := -Isrc -D_GNU_SOURCE -std=c11 -O2 -ffp-contract=off -pthread $(WARN)
+$(ARM)/src/backend/cpu/neon_%.o: ARM_FLAGS += -march=armv8.2-a+dotprod -O3
+
+$(ARM)/%.o: %.c
+	@mkdir -p $(@D)
+	$(call say,ARM )
+	$(Q)$(ARM_CC) $(ARM_FLAGS) -MMD -MP -c -o $@ $<
+
+$(ARM)/kcheck: $(ARM_OBJ)
+	$(call say,LINK)
+	$(Q)$(ARM_CC) -static -pthread -o $@ $^ -lm
+
+kcheck-arm64: $(ARM)/kcheck
 kcheck: $(B)/kcheck
-tests: all $(UNIT_BIN) $(FUZZ_BIN) $(if $(KCHECK_SRC),$(B)/kcheck)
+# For owners of a Mac; the output is made to be pasted into a report.
+metal-check: $(B)/kcheck
+	sw_vers; sysctl -n machdep.cpu.brand_string
+	$(B)/kcheck --level metal
+	$(B)/kcheck --level metal --bench
+
+metal-emulated: $(EMU)/calla $(EMU)/kcheck
+tests: all $(UNIT_BIN) $(FUZZ_BIN) $(if $(KCHECK_SRC),$(B)/kcheck) \
+	$(if $(HAVE_ARM_CC),$(ARM)/kcheck) $(if $(filter 0,$(SAN)),$(if $(EMU_TOOLS),metal-emulated))
 
 # The sanitizer build runs the unit tests and the fuzzers; the plain build runs everything.
 test: tests lint
@@ -160,5 +259,6 @@ format:
 clean:
 	rm -rf build
 
-.PHONY: all kcheck tests test test-long demo lint format clean
--include $(LIB_OBJ:.o=.d) $(CMD_OBJ:.o=.d) $(wildcard $(B)/tests/*.d) $(KCHECK_SRC:%.c=$(B)/%.d)
+.PHONY: all kcheck kcheck-arm64 metal-check metal-emulated tests test test-long demo lint format clean
+-include $(LIB_OBJ:.o=.d) $(CMD_OBJ:.o=.d) $(wildcard $(B)/tests/*.d) $(KCHECK_SRC:%.c=$(B)/%.d) $(ARM_OBJ:.o=.d) \
+         $(EMU_OBJ:.o=.d)

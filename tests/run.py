@@ -7,7 +7,7 @@ Suites: the cmocka programs of the plain and of the sanitizer build, the fuzzers
 kcheck with its self-test, the Metal emulator's tests, the pytest files. --long runs full counts (CALLA_TEST_LONG=1).
 The output of a suite is shown when it fails; skipped tests are listed with their reason.
 """
-import concurrent.futures, glob, os, re, subprocess, sys, tempfile, time
+import concurrent.futures, glob, os, re, shutil, subprocess, sys, tempfile, time
 import xml.etree.ElementTree as xml
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -81,6 +81,15 @@ def run_pytest(path, limit):
         return result
 
 
+def run_arm(form, limit):
+    """kcheck of the Arm level under an emulator, where `make tests` could build it."""
+    program, emulator = f"{ROOT}/build/arm64/kcheck", shutil.which("qemu-aarch64")
+    if not os.path.exists(program) or not emulator:
+        return Result(skips=["kcheck arm64: needs gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user"])
+    few = [] if form == "long" else ["--pool", "random", "--cases", "6"]
+    return run_counted([emulator, program, "--level", "cpu/neon", *few], limit)
+
+
 def suites(long):
     limit = 5400 if long else 900
     found = []
@@ -99,6 +108,7 @@ def suites(long):
         found.append(("kcheck self-test", run_counted, [kcheck, "--self-test"], limit))
     found.append(("metal emulator", run_counted,
                   [sys.executable, f"{ROOT}/tests/metal/run_tests.py"], limit))
+    found.append(("kcheck arm64", run_arm, "long" if long else "short", limit))
     for path in sorted(glob.glob(f"{ROOT}/tests/e2e/test_*.py")):
         found.append((os.path.basename(path), run_pytest, path, limit))
     return found

@@ -129,6 +129,9 @@ def main():
             check_calls(path, code)
             check_sizes(path, code)
     check_pitfalls("tests/pitfalls.md")
+    for path in tracked("src/*.m", "src/*.metal", "tests/*.m", "tests/*.metal"):
+        with open(os.path.join(ROOT, path), encoding="utf-8") as f:
+            check_text(path, f.read())
     check_format([p for p in sources if "/metal/" not in p])
     for line in found:
         print(line)

@@ -6,6 +6,9 @@
 #ifdef CALLA_CUDA
 #include "backend/cuda/cuda.h"
 #endif
+#ifdef CALLA_METAL
+#include "backend/metal/metal.h"
+#endif
 
 #include <stdio.h>
 #include <string.h>
@@ -16,6 +19,9 @@ static const struct device_backend {
     bool (*open)(const char *level, const struct device_options *options, struct device **out,
                  struct err *err);
 } device_backends[] = {
+#ifdef CALLA_METAL
+    {metal_level_name, metal_open}, /* first, not the default, until a Mac has run metal-check */
+#endif
     {cpu_level_name, cpu_open},
 #ifdef CALLA_CUDA
     {cuda_level_name, cuda_open},

@@ -37,6 +37,8 @@ static const char run_help[] =
     "      --seed N       same seed, same answer (default: a new one each time)\n"
     "      --stop TEXT    end before TEXT appears in the answer; may be given several times\n"
     "      --ignore-eos   go on past the model's own end\n"
+    "      --json-schema FILE\n"
+    "                     the answer, after any thinking, is JSON that fits the schema in FILE\n"
     "      --json         print one object at the end: text, ids, prompt_ids, finish_reason,\n"
     "                     timings\n" LOAD_HELP "  -h, --help         this text\n"
     "\n"
@@ -44,16 +46,17 @@ static const char run_help[] =
     "  calla run -p 'What is the capital of France?' --no-think --temp 0\n"
     "  calla run -m ~/models/Qwen3.6-35B-A3B-4bit -f question.txt -n 500\n"
     "  git diff | calla run --system 'Write a commit message for this change.'\n"
+    "  calla run --json-schema person.json -p 'Who was J. S. Bach?'\n"
     "  calla run --raw -p 'In the beginning' -n 40 --json\n"
     "\n"
     "exit codes: 0 done, 2 wrong usage, 3 unreadable model or input, 4 not enough memory or\n"
     "context, 5 internal error\n";
 
-enum { RUN_MAX_STOPS = 64, RUN_MAX_PROMPT = 1 << 28 };
+enum { RUN_MAX_STOPS = 64, RUN_MAX_PROMPT = 1 << 28, RUN_MAX_SCHEMA = 1 << 24 };
 
 struct run {
     struct engine_options engine;
-    const char *text, *file, *system;
+    const char *text, *file, *system, *schema;
     bool raw, no_think, ignore_eos, json;
     uint64_t tokens;
     double temp, top_p, min_p; /* NaN: the model's own */
@@ -248,7 +251,29 @@ static struct sampler_options run_sampling(const struct run *run, const struct e
     return sampling;
 }
 
-static bool run_answer(struct run *run, struct engine *engine, double load_s, struct err *err)
+/* The grammar of --json-schema; null without. */
+static bool run_read_schema(const char *path, struct grammar **out, struct err *err)
+{
+    struct buf text = {0};
+    json_error_t why;
+    *out = NULL;
+    if (!path)
+        return true;
+    if (!file_read(path, RUN_MAX_SCHEMA, &text, err)) {
+        buf_free(&text);
+        return false;
+    }
+    json_t *schema = json_loadb(text.len ? text.data : "", text.len,
+                                JSON_DECODE_ANY | JSON_REJECT_DUPLICATES, &why);
+    bool ok = schema ? grammar_from_schema(schema, out, err)
+                     : err_set(err, ERR_INPUT, "not JSON: %s (line %d)", why.text, why.line);
+    json_decref(schema);
+    buf_free(&text);
+    return ok || err_wrap(err, "--json-schema %s", path);
+}
+
+static bool run_answer(struct run *run, struct engine *engine, const struct grammar *grammar,
+                       double load_s, struct err *err)
 {
     struct token_list prompt = {0};
     struct engine_result result;
@@ -267,6 +292,8 @@ static bool run_answer(struct run *run, struct engine *engine, double load_s, st
         .stop_count = run->stop_count,
         .ignore_eos = run->ignore_eos,
         .show_special = run->raw,
+        .thinking_open = run->thinking,
+        .grammar = grammar,
         .on_token = run_on_token,
         .on_prefill = run_on_prefill,
         .user = run,
@@ -299,6 +326,7 @@ enum {
     RUN_STOP,
     RUN_IGNORE_EOS,
     RUN_JSON,
+    RUN_JSON_SCHEMA,
 };
 
 /* An option with a number. */
@@ -345,6 +373,9 @@ static bool run_option(struct run *run, int c, const char *text, struct err *err
     case RUN_IGNORE_EOS:
         run->ignore_eos = true;
         return true;
+    case RUN_JSON_SCHEMA:
+        run->schema = text;
+        return true;
     case RUN_JSON:
         run->json = true;
         return true;
@@ -390,6 +421,7 @@ int cmd_run(int argc, char **argv)
         {"stop", required_argument, NULL, RUN_STOP},
         {"ignore-eos", no_argument, NULL, RUN_IGNORE_EOS},
         {"json", no_argument, NULL, RUN_JSON},
+        {"json-schema", required_argument, NULL, RUN_JSON_SCHEMA},
         {"help", no_argument, NULL, 'h'},
         {NULL, 0, NULL, 0},
     };
@@ -416,10 +448,16 @@ int cmd_run(int argc, char **argv)
     if (!run_check(&run, argc - optind, argv + optind, &err))
         return cmd_usage("run", "%s", err.text);
     struct engine *engine;
+    struct grammar *grammar;
     uint64_t start_ns = clock_now_ns();
-    if (!load_engine(&run.engine, &engine, &err))
+    if (!run_read_schema(run.schema, &grammar, &err))
         return cmd_fail("run", &err);
-    bool ok = run_answer(&run, engine, clock_seconds_since(start_ns), &err);
+    if (!load_engine(&run.engine, &engine, &err)) {
+        grammar_free(grammar);
+        return cmd_fail("run", &err);
+    }
+    bool ok = run_answer(&run, engine, grammar, clock_seconds_since(start_ns), &err);
     engine_close(engine);
+    grammar_free(grammar);
     return ok ? 0 : cmd_fail("run", &err);
 }

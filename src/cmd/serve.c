@@ -29,6 +29,8 @@ static const char serve_help[] =
     "      --parallel N   sequences at a time (default: 4)\n"
     "      --queue N      requests that may wait (default: 64)\n"
     "      --cache-ram N  bytes for the prefix cache, with K, M or G (default: a tenth of memory)\n"
+    "      --cache-dir DIR  keep the prefix cache on disk too, over restarts (default: off)\n"
+    "      --cache-disk N   bytes for it, with K, M or G (default: 16G)\n"
     "      --max-body N   bytes of a request, with K, M or G (default: 32M)\n"
     "      --timeout N    seconds that a request may take (default: 3600)\n"
     "      --name NAME    what /v1/models calls the model (default: its folder's name)\n"
@@ -49,6 +51,8 @@ enum {
     SERVE_PARALLEL,
     SERVE_QUEUE,
     SERVE_CACHE,
+    SERVE_CACHE_DIR,
+    SERVE_CACHE_DISK,
     SERVE_BODY,
     SERVE_TIMEOUT,
     SERVE_NAME,
@@ -137,6 +141,11 @@ static bool serve_option(struct serve *serve, int c, const char *text, struct er
         return true;
     case SERVE_CACHE:
         return serve_bytes("--cache-ram", text, &serve->scheduler.cache_bytes, err);
+    case SERVE_CACHE_DIR:
+        serve->scheduler.cache_dir = serve->server.cache_dir = text;
+        return true;
+    case SERVE_CACHE_DISK:
+        return serve_bytes("--cache-disk", text, &serve->scheduler.cache_disk_bytes, err);
     case SERVE_BODY:
         return serve_bytes("--max-body", text, &serve->server.max_body_bytes, err);
     case SERVE_NAME:
@@ -163,6 +172,12 @@ static bool serve_check(struct serve *serve, int rest, char **argv, struct err *
     const char *key = getenv("CALLA_API_KEY");
     if (rest)
         return err_set(err, ERR_USAGE, "unexpected argument '%s'", argv[0]);
+    if (serve->scheduler.cache_disk_bytes && !serve->scheduler.cache_dir)
+        return err_set(err, ERR_USAGE, "--cache-disk needs --cache-dir");
+    if (serve->scheduler.cache_dir && !serve->scheduler.cache_disk_bytes)
+        serve->scheduler.cache_disk_bytes = 16ull << 30;
+    serve->server.cache_bytes = serve->scheduler.cache_bytes;
+    serve->server.cache_disk_bytes = serve->scheduler.cache_disk_bytes;
     if (!serve->server.api_key && key && *key)
         serve->server.api_key = key;
     if (serve->server.api_key && !*serve->server.api_key)
@@ -243,6 +258,8 @@ int cmd_serve(int argc, char **argv)
         {"parallel", required_argument, NULL, SERVE_PARALLEL},
         {"queue", required_argument, NULL, SERVE_QUEUE},
         {"cache-ram", required_argument, NULL, SERVE_CACHE},
+        {"cache-dir", required_argument, NULL, SERVE_CACHE_DIR},
+        {"cache-disk", required_argument, NULL, SERVE_CACHE_DISK},
         {"max-body", required_argument, NULL, SERVE_BODY},
         {"timeout", required_argument, NULL, SERVE_TIMEOUT},
         {"name", required_argument, NULL, SERVE_NAME},

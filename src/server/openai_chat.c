@@ -44,6 +44,7 @@ const struct field openai_chat_fields[] = {
     {"safety_identifier", FIELD_IGNORED},
     {"prompt_cache_key", FIELD_IGNORED},
     {"prompt_cache_retention", FIELD_IGNORED},
+    {"prompt_cache_options", FIELD_IGNORED},
     {"verbosity", FIELD_IGNORED},
     {"cache_prompt", FIELD_IGNORED},
     {"include_reasoning", FIELD_IGNORED},
@@ -52,6 +53,7 @@ const struct field openai_chat_fields[] = {
     {"audio", FIELD_REFUSED},
     {"modalities", FIELD_HONOURED},
     {"prediction", FIELD_REFUSED},
+    {"moderation", FIELD_REFUSED},
     {"web_search_options", FIELD_REFUSED},
     {NULL, 0},
 };

@@ -38,6 +38,7 @@ const struct field responses_fields[] = {
     {"safety_identifier", FIELD_IGNORED},
     {"prompt_cache_key", FIELD_IGNORED},
     {"prompt_cache_retention", FIELD_IGNORED},
+    {"prompt_cache_options", FIELD_IGNORED},
     {"service_tier", FIELD_IGNORED},
     {"truncation", FIELD_IGNORED},
     {"max_tool_calls", FIELD_IGNORED},
@@ -46,6 +47,11 @@ const struct field responses_fields[] = {
     {"background", FIELD_REFUSED},
     {"prompt", FIELD_REFUSED},
     {"top_logprobs", FIELD_REFUSED},
+    {"access_programs", FIELD_REFUSED},
+    {"background_options", FIELD_REFUSED},
+    {"context_management", FIELD_REFUSED},
+    {"image", FIELD_REFUSED},
+    {"moderation", FIELD_REFUSED},
     {NULL, 0},
 };
 
@@ -253,6 +259,8 @@ static bool responses_read_rest(struct answer *a, struct chat *chat, struct faul
                                                     {"max_tokens", FIELD_HONOURED},
                                                     {"summary", FIELD_IGNORED},
                                                     {"generate_summary", FIELD_IGNORED},
+                                                    {"context", FIELD_IGNORED},
+                                                    {"mode", FIELD_IGNORED},
                                                     {NULL, 0}};
     static const struct field text_fields[] = {
         {"format", FIELD_HONOURED}, {"verbosity", FIELD_IGNORED}, {NULL, 0}};

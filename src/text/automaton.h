@@ -40,8 +40,8 @@ enum automaton_marker {
  * takes is the caller's. */
 enum automaton_text {
     AUTOMATON_NO_TEXT,
-    AUTOMATON_JSON_TEXT, /* no quote, backslash or control character */
-    AUTOMATON_RAW_TEXT,  /* no control character but tab and carriage return */
+    AUTOMATON_JSON_TEXT, /* no '<', quote, backslash, control character */
+    AUTOMATON_RAW_TEXT,  /* no '<', no control character but tab, carriage return */
     AUTOMATON_TEXTS,
 };
 

@@ -3,6 +3,7 @@
  * Invariant: no form takes the empty text, and none allows two spaces in a row. */
 #include "text/jsonform.h"
 
+#include "text/rawform.h"
 #include "text/values.h"
 
 enum { JSONFORM_DIGITS = 17 /* behind the first one, and of a fraction: 64-bit readers fit */ };
@@ -100,6 +101,10 @@ void jsonform_string_body(struct jsonform *b, uint32_t from, uint32_t end, long 
 {
     struct automaton *a = b->a;
     uint32_t character = jsonform_character(b);
+    if (b->no_tags) {
+        rawform_add_plain(a, from, end, min, max, character);
+        return;
+    }
     for (long i = 0;; i++) {
         bool last = max < 0 ? i >= min : i == max;
         a->nodes[from].text = max < 0 || i < max ? AUTOMATON_JSON_TEXT : AUTOMATON_NO_TEXT;
@@ -165,6 +170,49 @@ uint32_t jsonform_number(struct jsonform *b, bool whole, bool positive)
     automaton_add_byte(a, e, digits, '-', '-');
     jsonform_digits(a, digits, end, 2);
     return rule;
+}
+
+/* Numbers low..high of as many digits as `unit`, a power of ten, has. */
+static void jsonform_same_length(struct automaton *a, uint32_t from, uint32_t end, int64_t low,
+                                 int64_t high, int64_t unit)
+{
+    int64_t first = low / unit, last = high / unit;
+    if (unit == 1) {
+        automaton_add_byte(a, from, end, (uint8_t)('0' + first), (uint8_t)('0' + last));
+        return;
+    }
+    if (first == last) {
+        uint32_t next = jsonform_step(a, from, (uint8_t)('0' + first), (uint8_t)('0' + first));
+        jsonform_same_length(a, next, end, low % unit, high % unit, unit / 10);
+        return;
+    }
+    if (low % unit) {
+        uint32_t next = jsonform_step(a, from, (uint8_t)('0' + first), (uint8_t)('0' + first));
+        jsonform_same_length(a, next, end, low % unit, unit - 1, unit / 10);
+        first++;
+    }
+    if (high % unit != unit - 1) {
+        uint32_t next = jsonform_step(a, from, (uint8_t)('0' + last), (uint8_t)('0' + last));
+        jsonform_same_length(a, next, end, 0, high % unit, unit / 10);
+        last--;
+    }
+    if (first <= last) {
+        uint32_t next = jsonform_step(a, from, (uint8_t)('0' + first), (uint8_t)('0' + last));
+        jsonform_same_length(a, next, end, 0, unit - 1, unit / 10);
+    }
+}
+
+void jsonform_range(struct automaton *a, uint32_t from, uint32_t end, int64_t low, int64_t high)
+{
+    if (low < 0)
+        jsonform_range(a, jsonform_step(a, from, '-', '-'), end, high < 0 ? -high : 1, -low);
+    for (int64_t unit = 1; unit <= JSONFORM_MAX; unit *= 10) {
+        int64_t least = unit == 1 ? 0 : unit, most = unit * 10 - 1;
+        least = low > least ? low : least;
+        most = high < most ? high : most;
+        if (least <= most)
+            jsonform_same_length(a, from, end, least, most, unit);
+    }
 }
 
 /* Members "key": value after `from` (behind '{' or ','), each of rule `value`, until '}'. */

@@ -9,6 +9,7 @@
 struct jsonform {
     struct automaton *a;
     uint32_t any, string, character, number, object;
+    bool no_tags; /* strings spell no tags of calls (rawform.h): the values stand in one */
 };
 
 /* One optional space, one byte: return the node behind. */
@@ -22,6 +23,9 @@ void jsonform_members(struct jsonform *b, uint32_t key, uint32_t end, uint32_t v
 /* A list: rules first[0..first_count), then `item`; max < 0: any number. */
 void jsonform_items(struct jsonform *b, uint32_t from, uint32_t end, const uint32_t *first,
                     size_t first_count, uint32_t item, long min, long max);
+/* Integers low..high, within -JSONFORM_MAX..JSONFORM_MAX. */
+#define JSONFORM_MAX INT64_C(999999999999999999)
+void jsonform_range(struct automaton *a, uint32_t from, uint32_t end, int64_t low, int64_t high);
 /* true, false and null, as far as types (enum values_type) has them. */
 void jsonform_words(struct automaton *a, uint32_t from, uint32_t end, unsigned types);
 

@@ -1,7 +1,8 @@
 /* Owns the build: which rule each schema has become, and where in the document the work is.
  *
- * Invariant: each schema object is built once, under its address, before its parts are looked at;
- * so $ref may lead anywhere, and the size is linear in the schema. Values are compact JSON with
+ * Invariant: each schema object is built once, under its address; what a $ref leads to is built
+ * after all else, so that it may lead anywhere, in chains of any length, and the size is linear in
+ * the schema. Values are compact JSON with
  * at most one space behind ':' and ',': a model cannot loop on white space. Numbers have at most
  * 18 + 17 digits for the same reason. */
 #include "text/schema.h"
@@ -10,6 +11,8 @@
 #include "base/mem.h"
 #include "text/jsonform.h"
 #include "text/pyjson.h"
+#include "text/rawform.h"
+#include "text/scalar.h"
 #include "text/values.h"
 
 #include <stdlib.h>
@@ -27,6 +30,8 @@ enum {
 struct schema_known {
     const json_t *schema;
     uint32_t rule;
+    const char *ref; /* of the document: where it was asked for, or null */
+    bool built;
 };
 
 struct schema_build {
@@ -47,27 +52,27 @@ static const char *schema_place(const struct schema_build *b)
     return b->path.len ? b->path.data : "/";
 }
 
-static bool schema_refuse(struct schema_build *b, const char *keyword, const char *why)
+bool schema_refuse(struct schema_build *b, const char *keyword, const char *why)
 {
     return err_set(b->err, ERR_USAGE, "the schema's keyword %.64s at %.400s %s", keyword,
                    schema_place(b), why);
 }
 
-static size_t schema_enter(struct schema_build *b, const char *key)
+size_t schema_enter(struct schema_build *b, const char *key)
 {
     size_t len = b->path.len;
     buf_printf(&b->path, "/%.100s", key);
     return len;
 }
 
-static void schema_leave(struct schema_build *b, size_t len)
+void schema_leave(struct schema_build *b, size_t len)
 {
     b->path.len = len;
     b->path.data[len] = 0;
 }
 
-static bool schema_count(struct schema_build *b, const json_t *schema, const char *key, long none,
-                         long *out)
+bool schema_count(struct schema_build *b, const json_t *schema, const char *key, long none,
+                  long *out)
 {
     const json_t *value = json_object_get(schema, key);
     *out = none;
@@ -83,17 +88,44 @@ static bool schema_count(struct schema_build *b, const json_t *schema, const cha
 }
 
 /* Keywords that say nothing about the value, or that are handled below. */
-static bool schema_check_keywords(struct schema_build *b, const json_t *schema)
+bool schema_check_keywords(struct schema_build *b, const json_t *schema)
 {
-    static const char *const fine[] = {
-        "type",       "properties",  "required", "additionalProperties",
-        "enum",       "const",       "items",    "minItems",
-        "maxItems",   "prefixItems", "anyOf",    "oneOf",
-        "allOf",      "$ref",        "$defs",    "definitions",
-        "minLength",  "maxLength",   "minimum",  "nullable",
-        "title",      "description", "default",  "examples",
-        "example",    "$schema",     "$comment", "$id",
-        "deprecated", "readOnly",    "writeOnly"};
+    static const char *const fine[] = {"type",
+                                       "properties",
+                                       "required",
+                                       "additionalProperties",
+                                       "enum",
+                                       "const",
+                                       "items",
+                                       "minItems",
+                                       "maxItems",
+                                       "prefixItems",
+                                       "anyOf",
+                                       "oneOf",
+                                       "allOf",
+                                       "$ref",
+                                       "$defs",
+                                       "definitions",
+                                       "minLength",
+                                       "maxLength",
+                                       "minimum",
+                                       "nullable",
+                                       "title",
+                                       "description",
+                                       "default",
+                                       "examples",
+                                       "example",
+                                       "$schema",
+                                       "$comment",
+                                       "$id",
+                                       "deprecated",
+                                       "readOnly",
+                                       "writeOnly",
+                                       "pattern",
+                                       "format",
+                                       "maximum",
+                                       "exclusiveMinimum",
+                                       "exclusiveMaximum"};
     const char *key;
     json_t *value;
     json_object_foreach((json_t *)schema, key, value)
@@ -134,9 +166,10 @@ static bool schema_types(struct schema_build *b, const json_t *schema, unsigned 
         if (json_object_get(schema, "items") || json_object_get(schema, "prefixItems") ||
             json_object_get(schema, "minItems") || json_object_get(schema, "maxItems"))
             *types |= VALUES_ARRAY;
-        if (json_object_get(schema, "minLength") || json_object_get(schema, "maxLength"))
+        if (json_object_get(schema, "minLength") || json_object_get(schema, "maxLength") ||
+            json_object_get(schema, "pattern") || json_object_get(schema, "format"))
             *types |= VALUES_STRING;
-        if (json_object_get(schema, "minimum"))
+        if (scalar_has_bounds(schema))
             *types |= VALUES_NUMBER;
         if (!*types)
             *types = SCHEMA_ALL;
@@ -146,11 +179,28 @@ static bool schema_types(struct schema_build *b, const json_t *schema, unsigned 
     return true;
 }
 
+/* JSON that is given by the schema; within calls, tags that it spells are escaped. */
+static uint32_t schema_add_json(struct schema_build *b, uint32_t from, const char *json)
+{
+    struct buf text = {0};
+    bool escapes = b->form.no_tags && rawform_has_tag(json);
+    for (const char *p = json; *p; p++)
+        if (escapes && *p == '<')
+            buf_append_text(&text, "\\u003c");
+        else
+            buf_append_char(&text, *p);
+    uint32_t at = automaton_add_shared(b->a, from, text.data, text.len);
+    buf_free(&text);
+    return at;
+}
+
 static bool schema_enum(struct schema_build *b, uint32_t from, uint32_t end, const json_t *schema)
 {
     const json_t *list = json_object_get(schema, "enum"), *one = json_object_get(schema, "const");
-    static const char *const others[] = {"properties", "items",     "anyOf",     "oneOf",  "allOf",
-                                         "$ref",       "minLength", "maxLength", "minimum"};
+    static const char *const others[] = {
+        "properties",       "items",           "anyOf",   "oneOf",   "allOf",  "$ref",
+        "minLength",        "maxLength",       "minimum", "pattern", "format", "maximum",
+        "exclusiveMinimum", "exclusiveMaximum"};
     for (size_t i = 0; i < sizeof others / sizeof *others; i++)
         if (json_object_get(schema, others[i]))
             return schema_refuse(b, others[i], "is not supported beside enum or const");
@@ -163,7 +213,7 @@ static bool schema_enum(struct schema_build *b, uint32_t from, uint32_t end, con
         char *text = json_dumps(value, JSON_COMPACT | JSON_ENCODE_ANY);
         if (!text)
             return schema_refuse(b, list ? "enum" : "const", "holds a value that is not JSON");
-        automaton_add_empty(b->a, automaton_add_shared(b->a, from, text, strlen(text)), end);
+        automaton_add_empty(b->a, schema_add_json(b, from, text), end);
         free(text);
     }
     return true;
@@ -228,23 +278,21 @@ static bool schema_check_object(struct schema_build *b, const json_t *schema)
         if (!name || !json_object_get(all, name))
             return schema_refuse(b, "required", "names a property that properties lacks");
     }
-    if (json_object_size(all) && more && !json_is_false(more))
-        return schema_refuse(b, "additionalProperties",
-                             "must be false or left out beside properties: further members are "
-                             "not generated");
+    if (more && !json_is_boolean(more) && !json_is_object(more))
+        return schema_refuse(b, "additionalProperties", "must be true, false or a schema");
     return true;
 }
 
 /* The node behind `"key": `; what follows is the value. */
-static uint32_t schema_key(struct automaton *a, uint32_t from, const char *key)
+static uint32_t schema_key(struct schema_build *b, uint32_t from, const char *key)
 {
     struct buf text = {0};
     buf_append_char(&text, '"');
     pyjson_append_escaped(&text, key, strlen(key));
     buf_append_text(&text, "\":");
-    uint32_t at = automaton_add_text(a, from, text.data);
+    uint32_t at = schema_add_json(b, from, text.data);
     buf_free(&text);
-    return jsonform_space(a, at);
+    return jsonform_space(b->a, at);
 }
 
 /* Two chains run beside each other, before and after the first member that is written. */
@@ -286,7 +334,7 @@ static bool schema_object(struct schema_build *b, uint32_t from, uint32_t end, c
                  some2 = automaton_add_node(a);
         automaton_add_empty(a, none, name);
         automaton_add_empty(a, jsonform_space(a, jsonform_step(a, some, ',', ',')), name);
-        automaton_add_call(a, schema_key(a, name, key), some2, value);
+        automaton_add_call(a, schema_key(b, name, key), some2, value);
         if (!schema_is_required(schema, key)) {
             automaton_add_empty(a, none, none2);
             automaton_add_empty(a, some, some2);
@@ -302,24 +350,27 @@ static bool schema_object(struct schema_build *b, uint32_t from, uint32_t end, c
 static bool schema_typed(struct schema_build *b, uint32_t from, uint32_t end, const json_t *schema)
 {
     unsigned types;
-    long min, max;
-    if (!schema_types(b, schema, &types) || !schema_count(b, schema, "minLength", 0, &min) ||
-        !schema_count(b, schema, "maxLength", -1, &max))
+    if (!schema_types(b, schema, &types))
         return false;
-    if (max >= 0 && min > max)
-        return schema_refuse(b, "minLength", "is above maxLength: nothing fits");
     const json_t *minimum = json_object_get(schema, "minimum");
-    if (minimum && (!json_is_number(minimum) || json_number_value(minimum) != 0))
-        return schema_refuse(b, "minimum", "is supported for 0 only; state it in the description");
-    if (types & VALUES_STRING) {
-        if (!min && max < 0)
-            automaton_add_call(b->a, from, end, jsonform_string(&b->form));
-        else
-            jsonform_string_body(&b->form, jsonform_step(b->a, from, '"', '"'), end, min, max);
-    }
-    if (types & (VALUES_NUMBER | VALUES_INTEGER))
+    bool bounds = scalar_has_bounds(schema) && types & (VALUES_NUMBER | VALUES_INTEGER);
+    bool positive = minimum && json_is_number(minimum) && json_number_value(minimum) == 0 &&
+                    !json_object_get(schema, "maximum") &&
+                    !json_object_get(schema, "exclusiveMinimum") &&
+                    !json_object_get(schema, "exclusiveMaximum");
+    if (bounds && !positive && types & VALUES_NUMBER)
+        return schema_refuse(b, minimum ? "minimum" : "maximum",
+                             "and other bounds are supported for integers, and minimum 0 for "
+                             "numbers; state it in the description");
+    if (types & VALUES_STRING && !scalar_add_string(b, &b->form, schema, false, from, end))
+        return false;
+    if (bounds && !positive) {
+        if (!scalar_add_integer(b, &b->form, schema, from, end))
+            return false;
+    } else if (types & (VALUES_NUMBER | VALUES_INTEGER)) {
         automaton_add_call(b->a, from, end,
-                           jsonform_number(&b->form, !(types & VALUES_NUMBER), minimum != NULL));
+                           jsonform_number(&b->form, !(types & VALUES_NUMBER), positive));
+    }
     jsonform_words(b->a, from, end, types);
     return (!(types & VALUES_ARRAY) || schema_array(b, from, end, schema)) &&
            (!(types & VALUES_OBJECT) || schema_object(b, from, end, schema));
@@ -344,7 +395,15 @@ static const json_t *schema_follow(const json_t *at, const char *ref)
     return *ref ? NULL : at;
 }
 
+const json_t *schema_find(const struct schema_build *b, const char *ref)
+{
+    return schema_follow(b->root, ref);
+}
+
 /* $ref, anyOf, oneOf and allOf of one: each alone, with nothing but notes beside it. */
+static bool schema_later(struct schema_build *b, const json_t *schema, const char *ref,
+                         uint32_t *rule);
+
 static bool schema_combined(struct schema_build *b, uint32_t from, uint32_t end,
                             const json_t *schema, const char *keyword)
 {
@@ -360,7 +419,7 @@ static bool schema_combined(struct schema_build *b, uint32_t from, uint32_t end,
         const json_t *target = schema_follow(b->root, json_string_value(parts));
         if (!target)
             return schema_refuse(b, "$ref", "must lead to a place in the same document (#/...)");
-        if (!schema_value(b, target, &rule))
+        if (!schema_later(b, target, json_string_value(parts), &rule))
             return false;
         automaton_add_call(b->a, from, end, rule);
         return true;
@@ -399,15 +458,61 @@ static bool schema_object_form(struct schema_build *b, uint32_t from, uint32_t e
     return schema_typed(b, from, end, schema);
 }
 
+static struct schema_known *schema_find_known(struct schema_build *b, const json_t *schema)
+{
+    for (size_t i = 0; i < b->known_count; i++)
+        if (b->known[i].schema == schema)
+            return &b->known[i];
+    return NULL;
+}
+
+static bool schema_note(struct schema_build *b, struct schema_known known)
+{
+    if (b->known_count >= SCHEMA_MAX_SCHEMAS)
+        return err_set(b->err, ERR_USAGE, "the schema has over %d parts at %.400s; make it smaller",
+                       SCHEMA_MAX_SCHEMAS, schema_place(b));
+    if (b->known_count == b->known_cap) {
+        b->known_cap = b->known_cap ? b->known_cap * 2 : 64;
+        b->known = mem_grow(b->known, b->known_cap, sizeof *b->known);
+    }
+    b->known[b->known_count++] = known;
+    return true;
+}
+
+/* The rule of a schema that is built at the end. */
+static bool schema_later(struct schema_build *b, const json_t *schema, const char *ref,
+                         uint32_t *rule)
+{
+    const struct schema_known *known = schema_find_known(b, schema);
+    if (json_is_boolean(schema)) /* jansson has one true and one false, which have no place */
+        return schema_value(b, schema, rule);
+    *rule = known ? known->rule : automaton_add_rule(b->a);
+    return known || schema_note(b, (struct schema_known){schema, *rule, ref, false});
+}
+
+static bool schema_build_later(struct schema_build *b)
+{
+    for (size_t i = 0; i < b->known_count; i++) {
+        struct schema_known known = b->known[i];
+        uint32_t rule;
+        if (known.built)
+            continue;
+        size_t len = schema_enter(b, known.ref[1] ? known.ref + 2 : "");
+        bool ok = schema_value(b, known.schema, &rule);
+        schema_leave(b, len);
+        if (!ok)
+            return false;
+    }
+    return true;
+}
+
 static bool schema_value(struct schema_build *b, const json_t *schema, uint32_t *rule)
 {
-    *rule = 0;
-    for (size_t i = 0; i < b->known_count; i++)
-        if (b->known[i].schema == schema) {
-            *rule = b->known[i].rule;
-            return true;
-        }
-    if (json_is_true(schema) || (json_is_object(schema) && !json_object_size(schema))) {
+    struct schema_known *known = schema_find_known(b, schema);
+    *rule = known ? known->rule : 0;
+    if (known && known->built)
+        return true;
+    if (!known && (json_is_true(schema) || (json_is_object(schema) && !json_object_size(schema)))) {
         *rule = jsonform_any(&b->form);
         return true;
     }
@@ -417,37 +522,39 @@ static bool schema_value(struct schema_build *b, const json_t *schema, uint32_t 
     if (b->depth >= SCHEMA_MAX_DEPTH)
         return err_set(b->err, ERR_USAGE, "the schema nests over %d deep at %.400s; flatten it",
                        SCHEMA_MAX_DEPTH, schema_place(b));
-    if (b->known_count >= SCHEMA_MAX_SCHEMAS)
-        return err_set(b->err, ERR_USAGE, "the schema has over %d parts at %.400s; make it smaller",
-                       SCHEMA_MAX_SCHEMAS, schema_place(b));
-    *rule = automaton_add_rule(b->a);
-    if (b->a->full)
-        return true; /* automaton_finish reports it */
-    if (b->known_count == b->known_cap) {
-        b->known_cap = b->known_cap ? b->known_cap * 2 : 64;
-        b->known = mem_grow(b->known, b->known_cap, sizeof *b->known);
-    }
-    if (json_is_false(schema))
-        return true; /* a rule without a way: nothing fits */
-    b->known[b->known_count++] = (struct schema_known){schema, *rule};
+    if (!known)
+        *rule = automaton_add_rule(b->a);
+    if (b->a->full || json_is_false(schema))
+        return true; /* automaton_finish reports it; a rule without a way: nothing fits */
+    if (known)
+        known->built = true;
+    else if (!schema_note(b, (struct schema_known){schema, *rule, NULL, true}))
+        return false;
     b->depth++;
     bool ok = schema_object_form(b, b->a->rules[*rule].start, b->a->rules[*rule].end, schema);
     b->depth--;
     return ok;
 }
 
-struct schema_build *schema_open(struct automaton *automaton, const json_t *root, struct err *err)
+struct schema_build *schema_open(struct automaton *automaton, const json_t *root, bool in_call,
+                                 struct err *err)
 {
     struct schema_build *b = mem_new(1, sizeof *b);
     *b = (struct schema_build){.a = automaton, .form.a = automaton, .root = root, .err = err};
     b->path.max = 4096;
+    b->form.no_tags = in_call;
     buf_append_text(&b->path, "");
     return b;
 }
 
 bool schema_add(struct schema_build *b, const json_t *schema, uint32_t *rule)
 {
-    return schema_value(b, schema, rule);
+    return schema_value(b, schema, rule) && schema_build_later(b);
+}
+
+struct jsonform *schema_form(struct schema_build *b)
+{
+    return &b->form;
 }
 
 void schema_close(struct schema_build *b)
@@ -470,10 +577,10 @@ uint32_t schema_skip_lines(struct automaton *a, uint32_t from)
 
 bool schema_build(struct automaton *a, const json_t *schema, struct err *err)
 {
-    struct schema_build *b = schema_open(a, schema, err);
+    struct schema_build *b = schema_open(a, schema, false, err);
     uint32_t rule;
     a->root = automaton_add_rule(a);
-    bool ok = schema_value(b, schema, &rule);
+    bool ok = schema_add(b, schema, &rule);
     if (ok) {
         uint32_t at = schema_skip_lines(a, a->rules[a->root].start);
         automaton_add_call(a, at, a->rules[a->root].end, rule);

@@ -86,7 +86,7 @@ static uint32_t trie_count_chars(enum automaton_text kind, const struct trie_tok
         k = utf8_decode(p + at, token->n - at, &cp);
         bool raw = kind == AUTOMATON_RAW_TEXT;
         if (!k || (cp < 0x20 && !(raw && (cp == '\t' || cp == '\r'))) || (raw && cp == 0x7f) ||
-            (!raw && (cp == '"' || cp == '\\')))
+            cp == '<' || (!raw && (cp == '"' || cp == '\\')))
             return 0;
     }
     return chars;

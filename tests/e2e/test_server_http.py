@@ -394,3 +394,16 @@ def test_trace(tmp_path):
     assert lines[-1]["raw"] == "The capital of France is Paris."
     assert lines[-1]["cached_tokens"] == 0
     assert "".join(l["text"] for l in lines if l["event"] == "parsed") == lines[-1]["raw"]
+
+
+def test_disk_cache_survives_a_restart(tmp_path):
+    talk = [{"role": "user", "content": "Tell me about the sea, please. " * 40}]
+    cached = []
+    for _ in range(2):
+        s = Server("--cache-dir", str(tmp_path))
+        try:
+            cached.append(s.chat(talk, max_tokens=2)["usage"]["prompt_tokens_details"]["cached_tokens"])
+            assert s.get("/props")[1]["cache"]["dir"] == str(tmp_path)
+        finally:
+            assert s.close() == 0
+    assert cached[0] == 0 and cached[1] > 300

@@ -27,7 +27,7 @@ static const char *const kc_pool_names[KC_POOLS] = {"real", "edge", "random"};
 struct kc_options {
     uint64_t seed;
     const char *op, *level, *pool, *csv;
-    int cases;
+    int cases, every;
     bool bench, self_test;
 };
 
@@ -42,7 +42,7 @@ static double kc_seconds_below[16][16];
  * products (linear, moe_experts, attention) to bf16; the router and delta never. */
 static double kc_input_rounding(const char *level, const char *op)
 {
-    static const char *const exact[] = {"cpu/ref", "cpu/avx2", "cpu/neon"};
+    static const char *const exact[] = {"cpu/ref", "cpu/avx2", "cpu/neon", "metal"};
     for (size_t i = 0; i < sizeof exact / sizeof exact[0]; i++)
         if (!strcmp(level, exact[i]))
             return 0;
@@ -140,7 +140,7 @@ static void kc_run_op(const struct kc_options *o, int op, const char *level, dou
         kc.dev = kc_open(level);
         kc.ops = device_ops(kc.dev);
         kc.pool = (enum kc_pool)pool;
-        for (kc.index = 0; kc.index < cases; kc.index++) {
+        for (kc.index = 0; kc.index < cases; kc.index += o->every) {
             kc.worst = 0;
             kc_run_case(&kc, o, op, &totals, false);
             if (kc.worst > most) {
@@ -255,19 +255,25 @@ static void kc_help(void)
            "  --level NAME only this level (cpu/ref, cpu/avx2, ...)\n"
            "  --pool NAME  only real, edge or random shapes\n"
            "  --cases N    random cases an op (default 20)\n"
+           "  --every N    only every N-th case of a pool\n"
            "  --bench      times the real shapes; --csv FILE keeps the figures\n"
            "  --self-test  plants faults, each of which must be caught\n");
 }
 
 int main(int argc, char **argv)
 {
-    static const struct option options[] = {
-        {"seed", required_argument, 0, 's'},  {"op", required_argument, 0, 'o'},
-        {"level", required_argument, 0, 'l'}, {"pool", required_argument, 0, 'p'},
-        {"cases", required_argument, 0, 'n'}, {"csv", required_argument, 0, 'c'},
-        {"bench", no_argument, 0, 'b'},       {"self-test", no_argument, 0, 't'},
-        {"help", no_argument, 0, 'h'},        {0, 0, 0, 0}};
-    struct kc_options o = {.seed = 1, .cases = 20};
+    static const struct option options[] = {{"seed", required_argument, 0, 's'},
+                                            {"op", required_argument, 0, 'o'},
+                                            {"level", required_argument, 0, 'l'},
+                                            {"pool", required_argument, 0, 'p'},
+                                            {"cases", required_argument, 0, 'n'},
+                                            {"csv", required_argument, 0, 'c'},
+                                            {"bench", no_argument, 0, 'b'},
+                                            {"self-test", no_argument, 0, 't'},
+                                            {"help", no_argument, 0, 'h'},
+                                            {"every", required_argument, 0, 'e'},
+                                            {0, 0, 0, 0}};
+    struct kc_options o = {.seed = 1, .cases = 20, .every = 1};
     int c;
     while ((c = getopt_long(argc, argv, "", options, NULL)) != -1) {
         if (c == 's')
@@ -280,6 +286,8 @@ int main(int argc, char **argv)
             o.pool = optarg;
         else if (c == 'n')
             o.cases = (int)strtol(optarg, NULL, 10);
+        else if (c == 'e')
+            o.every = (int)strtol(optarg, NULL, 10);
         else if (c == 'c')
             o.csv = optarg;
         else if (c == 'b')
@@ -291,5 +299,6 @@ int main(int argc, char **argv)
             return c == 'h' ? 0 : 2;
         }
     }
+    o.every = o.every > 0 ? o.every : 1;
     return o.self_test ? kc_self_test(&o) : kc_run_all(&o);
 }

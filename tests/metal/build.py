@@ -21,7 +21,9 @@ CXX, CC = 'clang++-19', 'clang-19'
 VERSIONS = (310, 320, 400)  # of the language: macOS 14, 15, 26
 
 LANGUAGE = ['-std=c++20', '-nostdinc', '-nostdinc++', '-mf16c', '-fno-exceptions', '-fno-rtti',
-            '-fno-threadsafe-statics', '-fno-math-errno', '-fPIC']
+            '-fno-threadsafe-statics', '-fno-math-errno', '-fPIC',
+            # Any call may hold a barrier: none is copied into two paths.
+            '-Xclang', '-fconvergent-functions']
 WARNINGS = ['-Wall', '-Wno-unknown-pragmas', '-Wno-unused-function', '-Wno-unused-variable',
             '-Wno-unused-const-variable', '-Wno-duplicate-decl-specifier', '-Wno-missing-braces',
             '-Wno-unused-but-set-variable', '-Wno-pass-failed', '-Werror=return-type',

@@ -28,6 +28,22 @@ kernel void order(device atomic_uint *next [[buffer(0)]], device uint *rank [[bu
 }
 '''
 
+# A compiler likes to make two paths of this, each with its own copy of the barrier.
+_TWO_TESTS = '''#include <metal_stdlib>
+using namespace metal;
+kernel void two_tests(device float *x [[buffer(0)]], uint i [[thread_index_in_threadgroup]])
+{
+    threadgroup float low[64];
+    float v = x[i] * 2.0f;
+    if (i < 64)
+        low[i] = v;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (i < 64)
+        v = v * cos(v) + low[63 - i] * sin(v);
+    x[i] = v;
+}
+'''
+
 
 def dispatch_copy(buffers, threads=(32,)):
     findings = emu.compile(_COPY).kernel('copy').dispatch(buffers, groups=(1,), threads=threads)
@@ -67,7 +83,14 @@ def check_orders_differ():
     assert seen[0] == list(range(128)) and seen[1] == seen[0][::-1] and seen[2] not in seen[:2]
 
 
+def check_barrier_between_tests():
+    for mode in ('fast', 'fastmath', 'checked'):
+        kernel = emu.compile(_TWO_TESTS, mode).kernel('two_tests')
+        assert not kernel.dispatch([emu.Buffer('f32', [1.0] * 256)], groups=(1,), threads=(256,))
+
+
 def cases():
+    yield 'machine/barrier-between-tests', check_barrier_between_tests
     yield 'machine/nothing-bound', lambda: check_binding(0, lambda b: None, 'binding')
     yield 'machine/unaligned-offset', lambda: check_binding(0, lambda b: (b, 2), 'binding')
     yield 'machine/argument-too-small', lambda: check_binding(

@@ -4,7 +4,7 @@
   check.py lint FILE.metal [VERSION]           prints what leaves the subset; exits 1 if anything does
   check.py build MODE FILE.metal [VERSION]     prints the path of the compiled library
 
-MODE: fast, fastmath or checked. VERSION: 310 (default), 320 or 400. Exit code 1: it does not
+FILE.metal may be - for the standard input. MODE: fast, fastmath or checked. VERSION: 310 (default), 320 or 400. Exit code 1: it does not
 compile, the compiler's messages are on the error stream."""
 import pathlib
 import sys
@@ -23,7 +23,7 @@ def main(arguments):
         return 3
     rest = arguments[1:] if arguments[0] == 'lint' else arguments[2:]
     version = int(rest[1]) if len(rest) > 1 else 310
-    path = pathlib.Path(rest[0]).resolve()
+    path = build.source_path(sys.stdin.read()) if rest[0] == '-' else pathlib.Path(rest[0]).resolve()
     if arguments[0] == 'lint':
         found = build.lint(path, version)
         print('\n'.join(found), end='\n' if found else '')

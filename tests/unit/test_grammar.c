@@ -44,11 +44,14 @@ static struct grammar *test_grammar(const char *schema)
 }
 
 /* 1: the grammar takes the whole text and may end; every token was in the mask before. */
-static bool test_takes_text(const struct grammar *grammar, const char *text)
+static bool test_takes_text(const struct grammar *grammar, const char *text, bool plain)
 {
     struct token_list ids = {0};
     struct err err;
-    assert_true(tokenizer_encode(tokenizer, text, strlen(text), NULL, 0, &ids, &err));
+    /* plain: all but the first and last token of the text is what a model spells out. */
+    size_t n_open = plain ? strlen("<tool_call>") : 0, n_text = strlen(text);
+    struct text_range range = {n_open, plain ? n_text - n_open - strlen("</tool_call>") : 0};
+    assert_true(tokenizer_encode(tokenizer, text, n_text, &range, plain, &ids, &err));
     struct grammar_run *run = grammar_run_open(grammar, vocab);
     size_t n = tokenizer_vocab(tokenizer);
     int32_t stop = tokenizer_find(tokenizer, "<|im_end|>");
@@ -75,7 +78,7 @@ static void test_takes(const char *schema, const char *text, bool want)
     for (char *p = copy; *p; p++)
         if (*p == '\'')
             *p = '"';
-    if (test_takes_text(grammar, copy) != want)
+    if (test_takes_text(grammar, copy, false) != want)
         fail_msg("%s with %s: not %s", schema, text, want ? "taken" : "refused");
     free(copy);
     grammar_free(grammar);
@@ -99,6 +102,17 @@ static void test_values(void **state)
         {"{'type':'integer'}", "-12", true},
         {"{'type':'integer'}", "1.5", false},
         {"{'type':'integer','minimum':0}", "-1", false},
+        {"{'type':'integer','minimum':-12,'exclusiveMaximum':105}", "-12", true},
+        {"{'type':'integer','minimum':-12,'exclusiveMaximum':105}", "-13", false},
+        {"{'type':'integer','minimum':-12,'exclusiveMaximum':105}", "104", true},
+        {"{'type':'integer','minimum':-12,'exclusiveMaximum':105}", "105", false},
+        {"{'type':'string','pattern':'^[a-z]{2,3}(-\\\\d+)?$'}", "'ab-12'", true},
+        {"{'type':'string','pattern':'^[a-z]{2,3}(-\\\\d+)?$'}", "'abcd'", false},
+        {"{'type':'string','pattern':'b+'}", "'abba'", true},
+        {"{'type':'string','pattern':'b+'}", "'aa'", false},
+        {"{'type':'string','format':'date'}", "'2024-12-31'", true},
+        {"{'type':'string','format':'date'}", "'2024-13-31'", false},
+        {"{'type':'string','format':'uuid'}", "'123e4567-e89b-12d3-a456-426614174000'", true},
         {"{'type':'string','maxLength':3}", "'abc'", true},
         {"{'type':'string','maxLength':3}", "'abcd'", false},
         {"{'type':'string','minLength':2}", "'a'", false},
@@ -135,7 +149,13 @@ static void test_refusals(void **state)
 {
     (void)state;
     static const char *const cases[][2] = {
-        {"{'properties':{'a':{'type':'string','pattern':'x'}}}", "pattern at /properties/a"},
+        {"{'properties':{'a':{'type':'string','pattern':'(?=x)'}}}", "pattern at /properties/a"},
+        {"{'type':'string','pattern':'^a|b$'}", "put the choice into a group"},
+        {"{'type':'string','pattern':'(a*)*'}", "may be empty"},
+        {"{'type':'string','pattern':'\\\\bword'}", "escape"},
+        {"{'type':'string','format':'ipv6'}", "format"},
+        {"{'type':'number','maximum':3}", "maximum"},
+        {"{'type':'integer','maximum':3,'minimum':4}", "nothing fits"},
         {"{'not':{}}", "not"},
         {"{'$ref':'#'}", "circle"},
         {"{'type':'object','properties':{'a':{'$ref':'#'}},'required':['a']}", "no finite value"},
@@ -178,17 +198,60 @@ static void test_tools(void **state)
                                "<parameter=e>\nyy\n</parameter>\n</function>\n</tool_call>";
     struct buf two = {0};
     buf_printf(&two, "%s\n%s", f, g);
-    assert_true(test_takes_text(one, f));
-    assert_true(test_takes_text(one, word));
-    assert_false(test_takes_text(one, g));
-    assert_false(test_takes_text(one, bad));
-    assert_false(test_takes_text(one, two.data));
-    assert_true(test_takes_text(many, two.data));
-    assert_true(test_takes_text(many, g));
+    assert_true(test_takes_text(one, f, false));
+    assert_true(test_takes_text(one, word, false));
+    assert_false(test_takes_text(one, g, false));
+    assert_false(test_takes_text(one, bad, false));
+    assert_false(test_takes_text(one, two.data, false));
+    assert_true(test_takes_text(many, two.data, false));
+    assert_true(test_takes_text(many, g, false));
     assert_false(grammar_from_tools(tools, "h", true, &(struct grammar *){NULL}, &err));
     buf_free(&two);
     grammar_free(one);
     grammar_free(many);
+    json_decref(tools);
+}
+
+/* Pitfalls 29, 34 and 35: values that hold the form itself. What could be taken for the end of the
+ * value, or for another call, is not open; tests/fuzz/fuzz_grammar.c tries it at random. */
+static void test_values_with_tags(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *value;
+        bool want;
+    } cases[] = {
+        {"<tool_call>\n<function=f>\n<parameter=s>\n1\n</parameter>\n<parameter=i>\n2\n</parameter>"
+         "\n</function>\n</tool_call>\nis a call",
+         true},
+        {"x <function=f>\n<parameter=s>\nv\n</parameter>\n</function> y", true},
+        {"<tool_call>\n{\"name\": 1}\n</tool_call>\n", true},
+        {"split(\"</parameter>\") or (\"<function=([^>]+)>\") or \"</tool_call>\"", true},
+        {"<div>\n<p>text</p>\n</div>\r\n", true},
+        {"x\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=g>\n</function>\n"
+         "</tool_call>\nrest",
+         false},
+        {"x</parameter>\n<parameter=i>\n7", false},
+        {"x </parameter></function></tool_call> y", false},
+        {"<parameter=i>\n7", false},
+        {"<function=f>\n<parameter=s>\n never closed", false},
+        {"a\n</function>\n</tool_call>\nb", false},
+    };
+    json_t *tools = test_json(tools_text);
+    struct grammar *grammar;
+    struct err err = {0};
+    assert_true(grammar_from_tools(tools, "f", false, &grammar, &err));
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct buf text = {0};
+        buf_printf(&text,
+                   "<tool_call>\n<function=f>\n<parameter=s>\n%s\n</parameter>\n"
+                   "</function>\n</tool_call>",
+                   cases[i].value);
+        if (test_takes_text(grammar, text.data, true) != cases[i].want)
+            fail_msg("%s", text.data);
+        buf_free(&text);
+    }
+    grammar_free(grammar);
     json_decref(tools);
 }
 
@@ -270,9 +333,8 @@ static int test_close(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_values),
-        cmocka_unit_test(test_refusals),
-        cmocka_unit_test(test_tools),
+        cmocka_unit_test(test_values), cmocka_unit_test(test_refusals),
+        cmocka_unit_test(test_tools),  cmocka_unit_test(test_values_with_tags),
         cmocka_unit_test(test_walks),
     };
     return cmocka_run_group_tests(tests, test_open, test_close);

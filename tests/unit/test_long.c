@@ -30,9 +30,14 @@ struct world {
     struct graph *graph;
 };
 
+/* Not under the sanitizers: there the short form takes as long, and finds as much. */
 static bool is_long(void)
 {
+#ifdef __SANITIZE_ADDRESS__
+    return false;
+#else
     return getenv("CALLA_TEST_LONG") != NULL;
+#endif
 }
 
 static void open_world(struct world *w, const char *backend, uint64_t pages, enum kv_kind kind)

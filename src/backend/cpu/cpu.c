@@ -46,6 +46,23 @@ static bool cpu_has_avx512(void)
 }
 #endif
 
+#if defined(__aarch64__)
+#ifdef __linux__
+#include <sys/auxv.h>
+
+static bool cpu_has_neon(void)
+{
+    enum { HWCAP_DOT_PRODUCT = 1 << 20 };
+    return getauxval(AT_HWCAP) & HWCAP_DOT_PRODUCT;
+}
+#else
+static bool cpu_has_neon(void)
+{
+    return true; /* every Apple chip with this architecture that runs macOS has dot products */
+}
+#endif
+#endif
+
 /* Slowest first. Opening a level fills the table with every level up to it in turn, so each one
  * names only what it does better. */
 static const struct cpu_level {
@@ -58,6 +75,8 @@ static const struct cpu_level {
 #if defined(__x86_64__)
     {"cpu/avx2", cpu_has_avx2, avx2_fill, KV_BF16},
     {"cpu/avx512", cpu_has_avx512, avx512_fill, KV_BF16},
+#elif defined(__aarch64__)
+    {"cpu/neon", cpu_has_neon, neon_fill, KV_BF16},
 #endif
 };
 

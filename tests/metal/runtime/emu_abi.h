@@ -73,6 +73,14 @@ typedef void (*emu_entry)(const struct emu_thread *);
  * has arrived; in[i] and out[i] belong to the i-th of them, in[i] is null where one is absent. */
 typedef void (*emu_collective)(void *const *in, void *const *out, unsigned count);
 
+/* The compiler must neither fold two calls into one nor copy one into two (it does copy a barrier
+ * that stands between two tests of one condition). */
+#ifdef __clang__
+#define EMU_ONE_CALL __attribute__((noduplicate, nomerge, convergent))
+#else
+#define EMU_ONE_CALL
+#endif
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -87,12 +95,11 @@ int emu_function_constant(int index, void *out, emu_size bytes);
 /* The place of a threadgroup variable. `slot` is a static of the variable, -1 until placed. */
 void *emu_threadgroup_variable(int *slot, emu_size bytes, emu_size alignment, const char *name);
 
-/* The machine address of the call, which names the source call: the attributes keep the compiler
- * from folding two calls into one or copying one into two. */
-__attribute__((noduplicate, nomerge)) const void *emu_site(void);
+/* The machine address of the call, which names the source call. */
+EMU_ONE_CALL const void *emu_site(void);
 
-void emu_threadgroup_barrier(int flags, const void *site);
-void emu_simdgroup_barrier(int flags, const void *site);
+EMU_ONE_CALL void emu_threadgroup_barrier(int flags, const void *site);
+EMU_ONE_CALL void emu_simdgroup_barrier(int flags, const void *site);
 
 /* Waits for the other lanes of the simdgroup at the same site, then `body` runs for all. */
 void emu_simd_collective(const void *site, void *in, void *out, emu_collective body);

@@ -1,0 +1,3 @@
+#pragma once
+enum { _SC_PAGESIZE = 29 }; // macOS
+long sysconf(int name);
