@@ -205,20 +205,23 @@ kernel void top_select(device const float *logits [[buffer(0)]], device int *ids
         ids[ulong(row) * d.count + index] = int(place);
         values[ulong(row) * d.count + index] = l[place];
     }
-    uint place = min(places[0], d.vocab - 1);
-    float top = l[place];
+    // Infinite ends are chosen by their bits: fast math may assume that no float is one.
+    uint top = as_type<uint>(l[min(places[0], d.vocab - 1)]);
+    bool is_plain = (top & 0x7f800000u) != 0x7f800000u;
+    float shift_by = as_type<float>(is_plain ? top : 0u);
     uint seen = 0;
     float sum = 0.0f;
     for (uint i = index; i < d.vocab; i += 1024) {
         seen |= is_nan(l[i]) ? 1u : 0u;
-        sum += is_finite(top) ? exp(l[i] - top) : 0.0f;
+        if (is_finite(l[i]))
+            sum += exp(l[i] - shift_by);
     }
     seen = simd_or(seen);
     if (lane == 0)
         flags[simdgroup] = seen;
     sum = group_sum(sum, part, simdgroup, 32, lane);
     seen = simd_or(flags[lane]);
+    uint result = is_plain ? as_type<uint>(shift_by + log(sum)) : top;
     if (index == 0)
-        log_sum[row] = seen != 0 ? as_type<float>(0x7fc00000u) : is_finite(top) ? top + log(sum)
-                                                                                : top;
+        log_sum[row] = as_type<float>(seen != 0 ? 0x7fc00000u : result);
 }

@@ -6,6 +6,8 @@
 //   EMU_MODE   fast (default), fastmath, checked
 //   EMU_ORDER  forward (default), reverse, random
 //   EMU_FAIL   device, family, compile, function, memory, commands, lost: what is to go wrong
+//   EMU_SOURCE a file whose text stands in for the kernels' own: wrong kernels, made by mutate.py
+//   EMU_TIMEOUT milliseconds of CPU time that a dispatch may take (0: any)
 //   EMU_COUNT  a file to which the number of dispatches of each wait is appended
 #import <Metal/Metal.h>
 
@@ -263,6 +265,7 @@ struct stub_job {
         .kernel = pipeline->kernel,
         .grid = {(uint32_t)groups.width, (uint32_t)groups.height, (uint32_t)groups.depth},
         .threads = {(uint32_t)threads.width, (uint32_t)threads.height, (uint32_t)threads.depth},
+        .timeout_ms = (uint32_t)strtoul(stub_setting("EMU_TIMEOUT", "0"), NULL, 10),
         .seed = 1, // the same for each: two runs of one case must be bit-equal
     };
     for (int i = 0; i < 3; i++)
@@ -433,11 +436,11 @@ struct stub_job {
                                options:(MTLCompileOptions *)options
                                  error:(NSError **)error
 {
-    char path[] = "/tmp/emu-source-XXXXXX", command[1024], answer[TEXT_BYTES] = "";
+    char made[] = "/tmp/emu-source-XXXXXX", command[1024], answer[TEXT_BYTES] = "";
     MTLLanguageVersion v = options.languageVersion;
     unsigned version = (unsigned)(v >> 16) * 100 + (unsigned)(v & 0xffff) * 10;
-    int fd = mkstemp(path);
-    FILE *file = fdopen(fd, "w");
+    const char *path = stub_setting("EMU_SOURCE", made);
+    FILE *file = fdopen(mkstemp(made), "w");
     fputs(source.UTF8String, file);
     if (stub_fails("compile"))
         fputs("\nkernel void broken( {\n", file);
@@ -447,7 +450,7 @@ struct stub_job {
     FILE *compiler = popen(command, "r");
     size_t n = fread(answer, 1, sizeof answer - 1, compiler);
     int failed = pclose(compiler);
-    unlink(path);
+    unlink(made);
     if (n && answer[n - 1] == '\n')
         answer[n - 1] = 0;
     EmuLibrary *library = [EmuLibrary new];
