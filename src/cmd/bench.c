@@ -244,17 +244,26 @@ static double bench_share(const struct bench_arm *arm, double decode_tok_s)
     return arm->peak > 0 && arm->batch == 1 ? decode_tok_s * bytes / arm->peak : 0;
 }
 
+/* The threads that an arm ran with; 0: it has none of its own. */
+static int bench_threads(const struct bench_arm *arm, const struct machine *machine)
+{
+    const char *backend =
+        json_string_value(json_object_get(json_array_get(arm->runs, 0), "backend"));
+    if (strncmp(backend, "cpu", 3))
+        return 0;
+    if (!strcmp(backend, "cpu/ref"))
+        return 1;
+    return arm->threads ? (int)arm->threads : machine->processors;
+}
+
 static void bench_print_line(const struct bench_arm *arm, const struct machine *machine)
 {
     const json_t *first = json_array_get(arm->runs, 0);
     const char *backend = json_string_value(json_object_get(first, "backend"));
     char threads[16] = "-", decode[16] = "-", share[16] = "-", peak[16] = "-";
     double rate = bench_median(arm, "decode_tok_s");
-    if (!strncmp(backend, "cpu", 3))
-        snprintf(threads, sizeof threads, "%d",
-                 arm->threads ? (int)arm->threads : machine->processors);
-    if (!strcmp(backend, "cpu/ref"))
-        snprintf(threads, sizeof threads, "1");
+    if (bench_threads(arm, machine))
+        snprintf(threads, sizeof threads, "%d", bench_threads(arm, machine));
     if (arm->decode)
         snprintf(decode, sizeof decode, "%.2f", rate);
     if (arm->peak > 0)
@@ -278,15 +287,15 @@ static void bench_print_head(const struct machine *machine, const struct bench_o
     fflush(stdout);
 }
 
-static void bench_print_csv(const struct bench_arm *arm, size_t run)
+static void bench_print_csv(const struct bench_arm *arm, const struct machine *machine, size_t run)
 {
     const json_t *r = json_array_get(arm->runs, run);
     double rate = bench_figure(r, "decode_tok_s");
-    printf("%s,%u,%u,%u,%zu,%.6f,%.3f,%.6f,%.3f,%.3f,%.4f,%s\n",
-           json_string_value(json_object_get(r, "backend")), arm->threads, arm->context, arm->batch,
-           run, bench_figure(r, "prefill_s"), bench_figure(r, "prefill_tok_s"),
-           bench_figure(r, "decode_s"), rate, arm->peak * 1e-9, bench_share(arm, rate),
-           json_string_value(json_object_get(r, "digest")));
+    printf("%s,%d,%u,%u,%zu,%.6f,%.3f,%.6f,%.3f,%.3f,%.4f,%s\n",
+           json_string_value(json_object_get(r, "backend")), bench_threads(arm, machine),
+           arm->context, arm->batch, run, bench_figure(r, "prefill_s"),
+           bench_figure(r, "prefill_tok_s"), bench_figure(r, "decode_s"), rate, arm->peak * 1e-9,
+           bench_share(arm, rate), json_string_value(json_object_get(r, "digest")));
     fflush(stdout);
 }
 
@@ -298,7 +307,7 @@ static json_t *bench_describe_all(const struct bench_options *o, const struct ma
         for (size_t k = 0; k < json_array_size(arms[i].runs); k++) {
             json_t *run = json_array_get(arms[i].runs, k);
             json_object_set_new(run, "run", json_integer((json_int_t)k));
-            json_object_set_new(run, "threads", json_integer(arms[i].threads));
+            json_object_set_new(run, "threads", json_integer(bench_threads(&arms[i], machine)));
             json_object_set_new(run, "peak_bytes_s", json_real(arms[i].peak));
             json_array_append(list, run);
         }
@@ -371,7 +380,7 @@ static int bench_run_all(const struct bench_options *o, int argc, char **argv)
                 break;
             json_array_append_new(arm->runs, result);
             if (o->csv)
-                bench_print_csv(arm, run);
+                bench_print_csv(arm, &machine, run);
             else if (!o->json && o->runs == 1)
                 bench_print_line(arm, &machine);
         }

@@ -129,9 +129,10 @@ char *cmd_default_model(void)
         char *config = file_join(path, "config.json");
         bool found = file_exists(config);
         free(config);
-        if (found)
-            return path;
+        char *real = found ? realpath(path, NULL) : NULL;
         free(path);
+        if (real)
+            return real;
     }
     return NULL;
 }

@@ -70,6 +70,7 @@ def test_table_names_the_machine():
 def test_csv():
     rows = list(csv.DictReader(io.StringIO(bench("--contexts", "16,8", "--decode", "2", "--csv").stdout)))
     assert [r["context"] for r in rows] == ["16", "8"]
+    assert all(int(r["threads"]) > 0 for r in rows)
     assert all(float(r["prefill_tok_s"]) > 0 and float(r["decode_tok_s"]) > 0 for r in rows)
 
 
