@@ -39,7 +39,7 @@ static const char chat_help[] =
     "Ctrl-D, ends it. Messages are remembered in ~/.calla_history.\n"
     "\n"
     "examples:\n"
-    "  calla chat\n"
+    "  calla chat --no-think\n"
     "  calla chat -m ~/models/Qwen3.6-35B-A3B-4bit --system 'Answer in one sentence.'\n"
     "  echo 'What is the capital of France?' | calla chat --no-think\n"
     "\n"

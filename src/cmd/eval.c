@@ -34,7 +34,7 @@ static const char eval_help[] =
     "examples:\n"
     "  calla eval -f book.txt --ctx 4096\n"
     "  calla eval -m tests/data/fixtures/fixture-mlx --reference "
-    "tests/data/fixtures/expected.json\\\n"
+    "tests/data/fixtures/expected.json \\\n"
     "      --set mlx4\n"
     "  calla eval --reference tests/data/demo/reference.json --chunk 1 --json\n"
     "\n"

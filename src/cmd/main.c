@@ -27,8 +27,11 @@ static int main_help(FILE *out)
     fprintf(out, "usage: calla [-v] COMMAND [options]\n\ncommands:\n");
     for (const struct cmd *c = commands; c->name; c++)
         fprintf(out, "  %-10s %s\n", c->name, c->summary);
-    fprintf(out, "\n'calla COMMAND --help' shows a command's options and examples.\n"
-                 "Commands that need a model and are given none use the demo model.\n");
+    fprintf(out,
+            "\n'calla COMMAND --help' shows a command's options and examples.\n"
+            "Commands that need a model and are given none use the demo model.\n"
+            "\nexit codes: 0 done, 2 wrong usage, 3 damaged or unfit input, 4 too little memory\n"
+            "or context, 5 internal fault\n");
     return 0;
 }
 

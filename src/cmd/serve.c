@@ -24,7 +24,7 @@ static const char serve_help[] =
     "      --host ADDR    address to bind (default: 127.0.0.1; any other needs a key)\n"
     "      --port N       port (default: 8080; 0: any free one)\n"
     "      --api-key KEY  clients must send it; also from the environment: CALLA_API_KEY\n"
-    "      --no-api-key   serve on an address of others without a key\n"
+    "      --no-api-key   let others in without a key\n"
     "      --cors ORIGIN  web pages of this origin may ask (\"*\": of any)\n"
     "      --parallel N   sequences at a time (default: 4)\n"
     "      --queue N      requests that may wait (default: 64)\n"
@@ -38,7 +38,7 @@ static const char serve_help[] =
     "      --quiet        no line for each request\n"
     "\n"
     "examples:\n"
-    "  calla serve -m qwen3.6-35b-a3b\n"
+    "  calla serve -m mlx-community/Qwen3.6-35B-A3B-4bit\n"
     "  curl localhost:8080/v1/chat/completions -d '{\"messages\": [{\"role\": \"user\",\n"
     "      \"content\": \"What is the capital of France?\"}]}'\n";
 
