@@ -10,6 +10,7 @@
 #include "base/buf.h"
 #include "base/mem.h"
 #include "text/jsonform.h"
+#include "text/merge.h"
 #include "text/pyjson.h"
 #include "text/rawform.h"
 #include "text/scalar.h"
@@ -37,6 +38,7 @@ struct schema_known {
 struct schema_build {
     struct automaton *a;
     const json_t *root;
+    json_t *merged; /* schemas that are not part of the document */
     struct schema_known *known;
     size_t known_count, known_cap;
     struct jsonform form;
@@ -400,7 +402,8 @@ const json_t *schema_find(const struct schema_build *b, const char *ref)
     return schema_follow(b->root, ref);
 }
 
-/* $ref, anyOf, oneOf and allOf of one: each alone, with nothing but notes beside it. */
+/* $ref, anyOf, oneOf and allOf of one: each alone, with nothing but notes beside it. Other allOf
+ * are merged. */
 static bool schema_later(struct schema_build *b, const json_t *schema, const char *ref,
                          uint32_t *rule);
 
@@ -411,6 +414,14 @@ static bool schema_combined(struct schema_build *b, uint32_t from, uint32_t end,
                                          "allOf", "$ref",       "enum",  "required", "const"};
     const json_t *parts = json_object_get(schema, keyword);
     uint32_t rule;
+    if (!strcmp(keyword, "allOf") &&
+        (json_array_size(parts) > 1 || json_object_get(schema, "properties"))) {
+        json_t *merged = merge_objects(b, schema);
+        if (!merged)
+            return false;
+        json_array_append_new(b->merged, merged);
+        return schema_typed(b, from, end, merged);
+    }
     for (size_t i = 0; i < sizeof others / sizeof *others; i++)
         if (strcmp(others[i], keyword) != 0 && json_object_get(schema, others[i]))
             return schema_refuse(b, others[i],
@@ -427,8 +438,6 @@ static bool schema_combined(struct schema_build *b, uint32_t from, uint32_t end,
     size_t count = json_array_size(parts);
     if (!count)
         return schema_refuse(b, keyword, "must be a list of one schema or more");
-    if (!strcmp(keyword, "allOf") && count > 1)
-        return schema_refuse(b, keyword, "is supported for one schema only; merge its parts");
     for (size_t i = 0; i < count; i++) {
         size_t len = schema_enter(b, keyword);
         buf_printf(&b->path, "/%zu", i);
@@ -447,7 +456,7 @@ static bool schema_combined(struct schema_build *b, uint32_t from, uint32_t end,
 static bool schema_object_form(struct schema_build *b, uint32_t from, uint32_t end,
                                const json_t *schema)
 {
-    static const char *const combined[] = {"$ref", "anyOf", "oneOf", "allOf"};
+    static const char *const combined[] = {"allOf", "$ref", "anyOf", "oneOf"};
     if (!schema_check_keywords(b, schema))
         return false;
     if (json_object_get(schema, "enum") || json_object_get(schema, "const"))
@@ -543,6 +552,7 @@ struct schema_build *schema_open(struct automaton *automaton, const json_t *root
     *b = (struct schema_build){.a = automaton, .form.a = automaton, .root = root, .err = err};
     b->path.max = 4096;
     b->form.no_tags = in_call;
+    b->merged = json_array();
     buf_append_text(&b->path, "");
     return b;
 }
@@ -560,6 +570,7 @@ struct jsonform *schema_form(struct schema_build *b)
 void schema_close(struct schema_build *b)
 {
     free(b->known);
+    json_decref(b->merged);
     buf_free(&b->path);
     free(b);
 }

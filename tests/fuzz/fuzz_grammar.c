@@ -187,7 +187,7 @@ static json_t *random_schema(struct rand *r, int depth, bool defs)
 {
     if (depth <= 0 || rand_below(r, 3) == 0)
         return random_leaf(r);
-    switch (rand_below(r, defs ? 5 : 4)) {
+    switch (rand_below(r, defs ? 6 : 5)) {
     case 0:
         return random_array(r, depth, defs);
     case 1:
@@ -195,6 +195,9 @@ static json_t *random_schema(struct rand *r, int depth, bool defs)
         return random_object(r, depth, defs);
     case 3:
         return random_union(r, depth, defs);
+    case 4:
+        return json_pack("{s:[o, o]}", "allOf", random_object(r, depth, defs),
+                         random_object(r, depth, defs));
     default:
         return json_pack("{s:s}", "$ref", rand_below(r, 2) ? "#/$defs/one" : "#/$defs/two");
     }

@@ -113,6 +113,16 @@ static void test_values(void **state)
         {"{'type':'string','format':'date'}", "'2024-12-31'", true},
         {"{'type':'string','format':'date'}", "'2024-13-31'", false},
         {"{'type':'string','format':'uuid'}", "'123e4567-e89b-12d3-a456-426614174000'", true},
+        {"{'allOf':[{'$ref':'#/$defs/a'},{'properties':{'y':{'type':'integer'}},'required':['y']}],"
+         "'$defs':{'a':{'type':'object','properties':{'x':{'type':'null'}},'required':['x']}}}",
+         "{'x':null,'y':1}", true},
+        {"{'allOf':[{'$ref':'#/$defs/a'},{'properties':{'y':{'type':'integer'}},'required':['y']}],"
+         "'$defs':{'a':{'type':'object','properties':{'x':{'type':'null'}},'required':['x']}}}",
+         "{'y':1}", false},
+        {"{'properties':{'a':{'$ref':'#/$defs/"
+         "a','description':'note','default':1}},'required':['a'],"
+         "'additionalProperties':true,'$defs':{'a':{'type':'integer'}}}",
+         "{'a':1}", true},
         {"{'type':'string','maxLength':3}", "'abc'", true},
         {"{'type':'string','maxLength':3}", "'abcd'", false},
         {"{'type':'string','minLength':2}", "'a'", false},
@@ -155,6 +165,9 @@ static void test_refusals(void **state)
         {"{'type':'string','pattern':'\\\\bword'}", "escape"},
         {"{'type':'string','format':'ipv6'}", "format"},
         {"{'type':'number','maximum':3}", "maximum"},
+        {"{'allOf':[{'type':'string'},{'type':'object'}]}", "type at"},
+        {"{'allOf':[{'properties':{'a':{'type':'null'}}},{'properties':{'a':{}}}]}",
+         "one property"},
         {"{'type':'integer','maximum':3,'minimum':4}", "nothing fits"},
         {"{'not':{}}", "not"},
         {"{'$ref':'#'}", "circle"},
@@ -210,6 +223,33 @@ static void test_tools(void **state)
     grammar_free(one);
     grammar_free(many);
     json_decref(tools);
+}
+
+static void test_tool_refusals(void **state)
+{
+    (void)state;
+    static const char *const cases[][2] = {
+        {"{'type':'object','properties':{},'minProperties':1}", "minProperties"},
+        {"{'type':'object','properties':{},'anyOf':[{}]}", "anyOf"},
+        {"{'type':'array'}", "type"},
+        {"{'properties':{'a':{'type':'string','contentEncoding':'x'}}}",
+         "contentEncoding at /properties/a"},
+        {"{'properties':{'a':{'enum':['7',8]}}}", "another type"},
+        {"{'properties':{'a':{'const':'a </parameter>'}}}", "tag"},
+        {"{'properties':{},'required':['b']}", "required"},
+        {"{'properties':{'a':{'type':['string','integer'],'maxLength':3}}}", "lengths"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct err err = {0};
+        struct grammar *grammar;
+        json_t *tools = json_pack("[{s:{s:s, s:o}}]", "function", "name", "f", "parameters",
+                                  test_json(cases[i][0]));
+        assert_false(grammar_from_tools(tools, NULL, true, &grammar, &err));
+        assert_int_equal(err.kind, ERR_USAGE);
+        if (!strstr(err.text, cases[i][1]))
+            fail_msg("%s", err.text);
+        json_decref(tools);
+    }
 }
 
 /* Pitfalls 29, 34 and 35: values that hold the form itself. What could be taken for the end of the
@@ -333,8 +373,11 @@ static int test_close(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_values), cmocka_unit_test(test_refusals),
-        cmocka_unit_test(test_tools),  cmocka_unit_test(test_values_with_tags),
+        cmocka_unit_test(test_values),
+        cmocka_unit_test(test_refusals),
+        cmocka_unit_test(test_tools),
+        cmocka_unit_test(test_tool_refusals),
+        cmocka_unit_test(test_values_with_tags),
         cmocka_unit_test(test_walks),
     };
     return cmocka_run_group_tests(tests, test_open, test_close);
