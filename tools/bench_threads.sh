@@ -7,7 +7,8 @@
 # folder. Writes OUTDIR/threads.csv (decode at 256, prefill of 512; 1, 2, 4, ... threads, up to the
 # processors or THREADS="1 2 ...") and OUTDIR/machine.txt; with KCHECK also OUTDIR/kcheck.txt, every
 # op of the best level against the reference, three seeds. LEVELS="cpu/avx2 cpu/avx512" chooses
-# levels; the default is the best one. On 16 cores with the full-size model it takes 2 minutes.
+# levels; the default is the best one. Allow 10 minutes: with the full-size
+# model one thread of a Xeon alone takes two, and kcheck more than one.
 # tools/plot.py draws threads.csv.
 set -eu
 binary=$1
