@@ -48,6 +48,18 @@ static MAYBE_UNUSED bool long_form(void)
     return getenv("CALLA_TEST_LONG") != NULL;
 }
 
+/* Rounds of a random test. A sanitizer takes ten times as long: a quarter of the short form. */
+static MAYBE_UNUSED int rounds_of(int in_full, int in_short)
+{
+    if (long_form())
+        return in_full;
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+    return (in_short + 3) / 4;
+#else
+    return in_short;
+#endif
+}
+
 /* Removes a folder of files. */
 static MAYBE_UNUSED void folder_remove(const char *folder)
 {

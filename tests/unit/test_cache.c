@@ -125,7 +125,7 @@ static void check_histories(const char *backend, uint64_t cache_bytes, int count
 static void warm_answers_are_cold_answers(void **unused)
 {
     (void)unused;
-    int count = long_form() ? 300 : 40;
+    int count = rounds_of(300, 40);
     check_histories("cpu/ref", 1 << 28, count, true);
     check_histories("cpu/ref", 6 << 20, count, true);
     check_histories(NULL, 1 << 28, count, false);

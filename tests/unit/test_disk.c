@@ -192,7 +192,7 @@ static void damaged_entries_are_dropped(void **unused)
     struct rand rand = {3};
     int before, after;
     bench_open(&b);
-    for (int round = 0; round < (long_form() ? 40 : 5); round++) {
+    for (int round = 0; round < rounds_of(40, 5); round++) {
         struct engine *engine = open_tiny();
         struct scheduler *scheduler = schedule(&b, engine, 1 << 28, 0);
         folder_bytes(b.folder, &before);
@@ -255,7 +255,7 @@ static void a_kill_leaves_nothing_wrong(void **unused)
     struct rand rand = {11};
     uint64_t cached = 0;
     bench_open(&b);
-    for (int round = 0; round < (long_form() ? 200 : 8); round++) {
+    for (int round = 0; round < rounds_of(200, 8); round++) {
         pid_t child = fork();
         assert_true(child >= 0);
         if (child == 0) {
