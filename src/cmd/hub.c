@@ -85,13 +85,14 @@ bool hub_may_retry(long status)
            status == 504;
 }
 
+/* CURLE_UNSUPPORTED_PROTOCOL is not here: it is also what a connection cut within the first line of
+ * an answer looks like. */
 bool hub_may_retry_error(int code)
 {
     switch (code) {
     case CURLE_PEER_FAILED_VERIFICATION:
     case CURLE_SSL_CACERT_BADFILE:
     case CURLE_TOO_MANY_REDIRECTS:
-    case CURLE_UNSUPPORTED_PROTOCOL:
     case CURLE_URL_MALFORMAT:
     case CURLE_WRITE_ERROR:
         return false;

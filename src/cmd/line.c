@@ -258,6 +258,9 @@ static enum line_result line_read_part(struct line *line, const char *prompt, st
     int n = 0;
     line->prompt = prompt;
     line->interrupted = false;
+    /* Before the prompt: el_gets itself switches the terminal after it, and what is typed or pasted
+     * in between would be echoed and have its line ends changed. */
+    el_set(line->editor, EL_PREP_TERM, 1);
     const char *text = el_gets(line->editor, &n);
     if (line->interrupted) {
         fputs("^C\n", stdout);
