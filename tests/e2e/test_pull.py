@@ -130,8 +130,9 @@ class Hub:
         handler.send_header("Content-Length", str(last - first + 1))
         handler.end_headers()
         end = last + 1
-        if self.limit is not None and end - first > self.limit():
-            end = first + self.limit()
+        limit = self.limit() if self.limit else end - first
+        if end - first > limit:
+            end = first + limit
             handler.close_connection = True
         with self.lock:
             self.active += len(body) > MIB
@@ -262,6 +263,23 @@ def test_dropped_connections(hub, env):
     check_whole(hub, env)
     assert len(hub.paths("cdn")) > 8
     assert hub.served < 1.3 * 70 * MIB, "what came is kept"
+
+
+@pytest.mark.parametrize("line", [b"", b"HT", b"HTTP/1.", b"HTTP/1.1 20", b"TP/1.1 206 Partial Content\r\n"])
+def test_an_answer_cut_in_its_first_line(hub, env, line):
+    cuts = [line, line]
+
+    def cut(handler, name, body, first, last):
+        if not cuts:
+            return False
+        handler.wfile.write(cuts.pop())
+        return True
+
+    large(hub)
+    hub.twist = cut
+    pull(hub, env)
+    check_whole(hub, env)
+    assert not cuts
 
 
 def test_kill_and_go_on(hub, env):
