@@ -43,7 +43,8 @@ bool file_exists(const char *path)
 bool file_map_open(const char *path, struct file_map *map, struct err *err)
 {
     *map = (struct file_map){0};
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    /* Without O_NONBLOCK, a pipe in place of a file would wait for its writer for ever. */
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     struct stat st;
     if (fd < 0 || fstat(fd, &st) != 0) {
         err_set(err, ERR_INPUT, "cannot open %s: %s", path, strerror(errno));

@@ -3,6 +3,7 @@
 
 #include "base/log.h"
 
+#include <errno.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -35,7 +36,7 @@ static int main_help(FILE *out)
     return 0;
 }
 
-int main(int argc, char **argv)
+static int main_run(int argc, char **argv)
 {
     int i = 1;
     for (; i < argc && !strcmp(argv[i], "-v"); i++)
@@ -55,4 +56,16 @@ int main(int argc, char **argv)
             return c->run(argc - i, argv + i);
     fprintf(stderr, "calla: there is no command '%s'\nTry 'calla --help'.\n", argv[i]);
     return err_exit_code(ERR_USAGE);
+}
+
+int main(int argc, char **argv)
+{
+    int code = main_run(argc, argv);
+    errno = 0;
+    bool lost = ferror(stdout) || fflush(stdout) != 0;
+    if (code || !lost)
+        return code;
+    fprintf(stderr, "calla: cannot write standard output: %s\n",
+            errno ? strerror(errno) : "an earlier write failed");
+    return err_exit_code(ERR_INPUT);
 }

@@ -20,7 +20,7 @@ struct talk_turn {
     json_t *calls; /* or null */
     bool dim;      /* the terminal shows dimmed text */
     bool printed;  /* something of the answer */
-    bool lost;     /* stdout takes no more */
+    int lost;      /* errno of the write that stdout refused, or 0 */
     bool progress; /* a progress line stands on stderr */
     uint64_t start_ns;
 };
@@ -158,12 +158,18 @@ static bool talk_on_prefill(void *user, uint32_t done, uint32_t total)
     return talk_may_go_on(turn);
 }
 
+static void talk_flush(struct talk_turn *turn)
+{
+    if (fflush(stdout) != 0 && !turn->lost)
+        turn->lost = errno;
+}
+
 static bool talk_on_token(void *user, const struct engine_token *token)
 {
     struct talk_turn *turn = user;
     talk_clear_progress(turn);
     parser_feed(turn->parser, token->text, token->len);
-    turn->lost |= fflush(stdout) != 0;
+    talk_flush(turn);
     return talk_may_go_on(turn);
 }
 
@@ -245,14 +251,14 @@ static bool talk_generate(struct talk *talk, const struct token_list *prompt, bo
         parser_finish(turn->parser);
     parser_close(turn->parser);
     talk_print(turn, "\n", turn->printed || !talk->colours, false);
-    turn->lost |= fflush(stdout) != 0;
+    talk_flush(turn);
     if (!ok)
         return false;
     talk_keep(talk, turn);
     talk_print_statistics(talk, &result);
     token_list_free(&result.ids);
     return !turn->lost ||
-           err_set(err, ERR_INPUT, "cannot write standard output: %s", strerror(errno));
+           err_set(err, ERR_INPUT, "cannot write standard output: %s", strerror(turn->lost));
 }
 
 bool talk_answer(struct talk *talk, const char *text, size_t n, struct err *err)

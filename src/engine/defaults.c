@@ -95,7 +95,8 @@ bool defaults_read(const char *folder, const struct config *config, struct defau
         json_error_t error;
         json_t *root = NULL;
         ok = file_read(path, 1 << 20, &text, err);
-        if (ok && !(root = json_loadb(text.data, text.len, JSON_REJECT_DUPLICATES, &error)))
+        if (ok && !(root = json_loadb(text.data ? text.data : "", text.len, JSON_REJECT_DUPLICATES,
+                                      &error)))
             ok = err_set(err, ERR_INPUT, "%s: line %d: %s", path, error.line, error.text);
         else if (ok && (!defaults_read_eos(out, root, config->vocab, err) ||
                         !defaults_read_sampling(&out->sampling, root, err))) {

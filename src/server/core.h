@@ -39,7 +39,7 @@ struct exchange {
     const struct route *route; /* or null: there is none */
     char method[16], url[128]; /* cut, for the log */
     struct buf body;
-    bool too_large;
+    bool too_large, running; /* running: counted by the server */
     int fd;
     uint64_t start_ns;
     int status;

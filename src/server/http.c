@@ -168,21 +168,15 @@ static bool http_admit_running(struct exchange *x)
 {
     struct server *server = x->server;
     pthread_mutex_lock(&server->lock);
-    bool admitted = !server->draining;
+    x->running = !server->draining;
+    server->running += x->running;
     pthread_mutex_unlock(&server->lock);
-    if (admitted)
+    if (x->running)
         return true;
     struct fault fault;
     fault_set_status(&fault, 503, "shutting_down", "the server is shutting down");
     exchange_reply_fault(x, &fault);
     return false;
-}
-
-static void http_add_running(struct server *server, int by)
-{
-    pthread_mutex_lock(&server->lock);
-    server->running = (uint32_t)((int)server->running + by);
-    pthread_mutex_unlock(&server->lock);
 }
 
 static enum MHD_Result http_handle(void *cls, struct MHD_Connection *connection, const char *url,
@@ -194,7 +188,6 @@ static enum MHD_Result http_handle(void *cls, struct MHD_Connection *connection,
     if (!x) {
         bool replied;
         *context = x = http_begin(cls, connection, url, method);
-        http_add_running(x->server, 1);
         return http_check_head(x, &replied) ? MHD_YES : MHD_NO;
     }
     if (x->status) /* replied to already; the rest of its body is not of interest */
@@ -247,8 +240,10 @@ static void http_complete(void *cls, struct MHD_Connection *connection, void **c
         answer_leave(x->answer);
     http_enter(x->record, CONNECTION_IDLE);
     buf_free(&x->body);
+    pthread_mutex_lock(&server->lock);
+    server->running -= x->running;
+    pthread_mutex_unlock(&server->lock);
     free(x);
-    http_add_running(server, -1);
 }
 
 /* A request line has come: from here its headers have their own time. */

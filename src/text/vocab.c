@@ -387,7 +387,7 @@ static json_t *vocab_load_json(const char *path, struct err *err)
     if (!file_map_open(path, &map, err))
         return NULL;
     json_error_t why;
-    json_t *root = json_loadb((const char *)map.data, map.bytes, 0, &why);
+    json_t *root = json_loadb(map.data ? (const char *)map.data : "", map.bytes, 0, &why);
     file_map_close(&map);
     if (!json_is_object(root)) {
         err_set(err, ERR_INPUT, "not a JSON object: %s (line %d)",

@@ -2,6 +2,7 @@
 all hole (sparse), so that they cost no disk."""
 import json
 import os
+import shutil
 import struct
 import subprocess
 
@@ -216,6 +217,36 @@ def test_quantize_refuses(tmp_path):
                  ["-m", "x", "-o", "y", "--module", "lm_head"], ["--nonsense"]):
         calla("quantize", *args, code=2)
     assert not (tmp_path / "q").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json",
+                                  "tokenizer_config.json", "model.safetensors"])
+def test_an_empty_file_is_named_and_no_parser_talk(tmp_path, name):
+    folder = tmp_path / "m"
+    shutil.copytree(os.path.join(ROOT, "models", "demo"), folder)
+    (folder / name).write_bytes(b"")
+    _, err = calla("run", "-m", str(folder), "-p", "hi", "-n", "1", code=3)
+    assert name in err and "-1" not in err and "wrong arguments" not in err
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors"])
+def test_a_pipe_in_place_of_a_file_is_refused(tmp_path, name):
+    folder = tmp_path / "m"
+    shutil.copytree(os.path.join(ROOT, "models", "demo"), folder)
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    _, err = calla("run", "-m", str(folder), "-p", "hi", "-n", "1", code=3)
+    assert f"{name} is not a regular file" in err
+
+
+@pytest.mark.parametrize("args", [["--help"], ["info"], ["info", "--json"], ["run", "--help"],
+                                  ["run", "-p", "hi", "-n", "2"], ["tokenize", "hi"],
+                                  ["chat", "--no-think", "-n", "2", "-f", "README.md"]])
+def test_lost_output_is_an_error(args):
+    with open("/dev/full", "wb") as full:
+        p = subprocess.run([CALLA, *args], stdin=subprocess.DEVNULL, stdout=full,
+                           stderr=subprocess.PIPE, cwd=ROOT, timeout=60)
+    assert p.returncode == 3 and b"cannot write standard output: No space left" in p.stderr
 
 
 @pytest.mark.parametrize("command", ["info", "synth", "quantize"])

@@ -380,6 +380,19 @@ def test_a_second_signal_ends_it_now():
     assert b"shutting down" in out
 
 
+def test_a_body_that_does_not_arrive_does_not_hold_the_end():
+    s = Server()
+    waiting = [socket.create_connection(("127.0.0.1", s.port)) for _ in range(3)]
+    for w in waiting:
+        w.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+                  b"Content-Length: 100\r\n\r\n{")
+    time.sleep(0.3)
+    start = time.monotonic()
+    assert s.close() == 0 and time.monotonic() - start < 5
+    for w in waiting:
+        w.close()
+
+
 def test_trace(tmp_path):
     path = tmp_path / "trace"
     s = Server("--trace", str(path))
