@@ -342,6 +342,7 @@ def test_ask_stream_stop_regenerate_reload_themes(browser, server, width):
         if not page.evaluate("document.body.classList.contains('busy')"):
             break
     assert len(sizes) > 3, "the text grows while it comes"
+    until(page, "!document.body.classList.contains('busy')")
     assert page.locator("#hello").is_hidden()
     stats = t.last().locator(".stats").inner_text()
     assert re.search(r"[\d,]+ tokens? .*tokens/s .*[\d,]+ of [\d,]+ cached", stats), stats
