@@ -1,5 +1,5 @@
-// The part of the Metal framework that the backend uses. Names and values are the SDK's: see
-// ../api.tsv, which a test compares with this file.
+// The part of the Metal framework that the backend uses. Names and values are meant to be those of
+// the SDK; only a build on a Mac compares them.
 #pragma once
 #import <Foundation/Foundation.h>
 
