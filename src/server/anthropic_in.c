@@ -44,33 +44,6 @@ static const char *anthropic_type(const json_t *block)
     return type ? type : "none";
 }
 
-/* Text of a string, or of a list of text blocks, joined by nothing. */
-static json_t *anthropic_read_text(const json_t *value, const char *where, struct fault *fault)
-{
-    struct buf text = {0};
-    if (!value || json_is_null(value))
-        return json_string("");
-    if (json_is_string(value))
-        return json_incref((json_t *)value);
-    for (size_t i = 0; i < json_array_size(value); i++) {
-        const json_t *block = json_array_get(value, i), *part = json_object_get(block, "text");
-        if (strcmp(anthropic_type(block), "text") != 0 || !json_is_string(part)) {
-            fault_set(fault, where, "%s[%zu]: blocks of type '%.60s' are not supported", where, i,
-                      anthropic_type(block));
-            buf_free(&text);
-            return NULL;
-        }
-        buf_append(&text, json_string_value(part), json_string_length(part));
-    }
-    if (!json_is_array(value)) {
-        fault_set(fault, where, "%s must be text or a list of blocks", where);
-        return NULL;
-    }
-    json_t *joined = answer_buf_text(&text);
-    buf_free(&text);
-    return joined;
-}
-
 /* The system prompt: its blocks joined by newlines, without the volatile ones. */
 static bool anthropic_read_system(struct chat *chat, const json_t *system, struct fault *fault)
 {
@@ -122,7 +95,8 @@ static void anthropic_add_text(struct chat *chat, const char *role, json_t **ope
 static bool anthropic_add_result(struct chat *chat, const json_t *block, const char *where,
                                  struct fault *fault)
 {
-    json_t *text = anthropic_read_text(json_object_get(block, "content"), where, fault);
+    static const char *const types[] = {"text", NULL};
+    json_t *text = chat_join_text(json_object_get(block, "content"), where, "block", types, fault);
     if (!text)
         return false;
     json_array_append_new(chat->messages, json_pack("{s:s,s:o}", "role", "tool", "content", text));

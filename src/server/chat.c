@@ -124,6 +124,37 @@ static bool chat_check_calls(const json_t *message, size_t index, struct fault *
     return true;
 }
 
+json_t *chat_join_text(const json_t *value, const char *where, const char *noun,
+                       const char *const *types, struct fault *fault)
+{
+    struct buf text = {0};
+    if (!value || json_is_null(value))
+        return json_string("");
+    if (json_is_string(value))
+        return json_incref((json_t *)value);
+    for (size_t i = 0; i < json_array_size(value); i++) {
+        const json_t *part = json_array_get(value, i), *body = json_object_get(part, "text");
+        const char *type = json_string_value(json_object_get(part, "type"));
+        size_t t = 0;
+        while (types[t] && (!type || strcmp(type, types[t]) != 0))
+            t++;
+        if (!types[t] || !json_is_string(body)) {
+            fault_set(fault, where, "%s[%zu]: %ss of type '%.60s' are not supported", where, i,
+                      noun, type ? type : "none");
+            buf_free(&text);
+            return NULL;
+        }
+        buf_append(&text, json_string_value(body), json_string_length(body));
+    }
+    if (!json_is_array(value)) {
+        fault_set(fault, where, "%s must be text or a list of %ss", where, noun);
+        return NULL;
+    }
+    json_t *joined = answer_buf_text(&text);
+    buf_free(&text);
+    return joined;
+}
+
 bool chat_check_messages(json_t *messages, struct fault *fault)
 {
     static const struct field fields[] = {

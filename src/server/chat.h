@@ -47,6 +47,12 @@ bool chat_read_budget(struct chat *chat, const json_t *object, const char *name,
 /* Renders and tokenises into answer->prompts[0], and sets what follows from it. */
 bool chat_prepare(struct chat *chat, struct answer *answer, struct fault *fault);
 
+/* The text of a string, or of a list of objects whose `type` is among `types` (null ends them),
+ * joined by nothing; "" for null or nothing. `noun` names such an object in errors. A new
+ * reference, or null after fault_set. */
+json_t *chat_join_text(const json_t *value, const char *where, const char *noun,
+                       const char *const *types, struct fault *fault);
+
 /* Text without the lines at its head that change with each request of a coding agent
  * ("x-anthropic-billing-header: ..."); they would keep every prompt from being reused. */
 const char *chat_skip_volatile(const char *text);

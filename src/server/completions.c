@@ -187,12 +187,6 @@ static void completions_close(struct answer *a)
     buf_append_text(&a->out, "data: [DONE]\n\n");
 }
 
-static void completions_fail(struct answer *a, const struct fault *fault)
-{
-    answer_send(a, NULL, fault_openai_json(fault));
-    buf_append_text(&a->out, "data: [DONE]\n\n");
-}
-
 bool completions_handle(struct exchange *x)
 {
     static const struct answer_api api = {
@@ -202,7 +196,7 @@ bool completions_handle(struct exchange *x)
         .event = completions_event,
         .end = completions_end,
         .close = completions_close,
-        .fail = completions_fail,
+        .fail = openai_chat_fail,
     };
     return answer_handle(x, &api);
 }

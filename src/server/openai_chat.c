@@ -305,7 +305,7 @@ static void openai_chat_close(struct answer *a)
     buf_append_text(&a->out, "data: [DONE]\n\n");
 }
 
-static void openai_chat_fail(struct answer *a, const struct fault *fault)
+void openai_chat_fail(struct answer *a, const struct fault *fault)
 {
     answer_send(a, NULL, fault_openai_json(fault));
     buf_append_text(&a->out, "data: [DONE]\n\n");

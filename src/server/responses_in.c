@@ -87,34 +87,9 @@ static json_t *responses_unwrap_thought(const json_t *value)
 /* Text of a string or of a list of text parts. */
 static json_t *responses_read_text(const json_t *value, const char *where, struct fault *fault)
 {
-    static const char *const types[] = {"input_text", "output_text", "text", "reasoning_text",
-                                        "summary_text"};
-    struct buf text = {0};
-    if (!value || json_is_null(value))
-        return json_string("");
-    if (json_is_string(value))
-        return json_incref((json_t *)value);
-    for (size_t i = 0; i < json_array_size(value); i++) {
-        const json_t *part = json_array_get(value, i), *body = json_object_get(part, "text");
-        const char *type = json_string_value(json_object_get(part, "type"));
-        size_t t = 0;
-        while (t < 5 && (!type || strcmp(type, types[t]) != 0))
-            t++;
-        if (t == 5 || !json_is_string(body)) {
-            fault_set(fault, where, "%s[%zu]: parts of type '%.60s' are not supported", where, i,
-                      type ? type : "none");
-            buf_free(&text);
-            return NULL;
-        }
-        buf_append(&text, json_string_value(body), json_string_length(body));
-    }
-    if (!json_is_array(value)) {
-        fault_set(fault, where, "%s must be text or a list of parts", where);
-        return NULL;
-    }
-    json_t *joined = answer_buf_text(&text);
-    buf_free(&text);
-    return joined;
+    static const char *const types[] = {"input_text",     "output_text",  "text",
+                                        "reasoning_text", "summary_text", NULL};
+    return chat_join_text(value, where, "part", types, fault);
 }
 
 /* The answer that is being put together: the last message when it is the assistant's and does not
