@@ -4,35 +4,86 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-bool file_read(const char *path, size_t max_bytes, struct buf *out, struct err *err)
+static bool file_read_all(int fd, const char *path, size_t max_bytes, struct buf *out,
+                          struct err *err)
 {
-    FILE *f = fopen(path, "rb");
-    if (!f)
-        return err_set(err, ERR_INPUT, "cannot open %s: %s", path, strerror(errno));
     char chunk[65536];
-    size_t total = 0, n;
-    while ((n = fread(chunk, 1, sizeof chunk, f)) > 0) {
-        total += n;
-        if (total > max_bytes) {
-            fclose(f);
+    size_t total = 0;
+    for (;;) {
+        ssize_t n = read(fd, chunk, sizeof chunk);
+        if (n < 0 && errno == EINTR)
+            continue;
+        if (n < 0)
+            return err_set(err, ERR_INPUT, "cannot read %s: %s", path, strerror(errno));
+        if (n == 0)
+            break;
+        total += (size_t)n;
+        if (total > max_bytes)
             return err_set(err, ERR_INPUT, "%s is larger than the %zu bytes allowed here", path,
                            max_bytes);
-        }
-        buf_append(out, chunk, n);
+        buf_append(out, chunk, (size_t)n);
     }
-    bool bad = ferror(f);
-    fclose(f);
-    if (bad)
-        return err_set(err, ERR_INPUT, "cannot read %s: %s", path, strerror(errno));
     if (out->full)
         return err_set(err, ERR_INPUT, "%s does not fit the buffer that it is read into", path);
     return true;
+}
+
+bool file_read(const char *path, size_t max_bytes, struct buf *out, struct err *err)
+{
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return err_set(err, ERR_INPUT, "cannot open %s: %s", path, strerror(errno));
+    bool ok = file_read_all(fd, path, max_bytes, out, err);
+    close(fd);
+    return ok;
+}
+
+int file_open_regular(const char *path, struct err *err)
+{
+    /* Without O_NONBLOCK, a pipe in place of a file would wait for its writer for ever. */
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+    struct stat st;
+    if (fd >= 0 && fstat(fd, &st) == 0 && S_ISREG(st.st_mode))
+        return fd;
+    if (fd < 0 && errno != ENXIO) /* a socket, or a device that is not there */
+        err_set(err, ERR_INPUT, "cannot open %s: %s", path, strerror(errno));
+    else
+        err_set(err, ERR_INPUT, "%s is not a regular file", path);
+    if (fd >= 0)
+        close(fd);
+    return -1;
+}
+
+bool file_find_regular(const char *path, bool *there, struct err *err)
+{
+    struct stat st;
+    *there = false;
+    if (lstat(path, &st) != 0) {
+        if (errno == ENOENT)
+            return true;
+        return err_set(err, ERR_INPUT, "cannot open %s: %s", path, strerror(errno));
+    }
+    if (stat(path, &st) != 0)
+        return err_set(err, ERR_INPUT, "%s is a link that leads nowhere: %s", path,
+                       strerror(errno));
+    if (!S_ISREG(st.st_mode))
+        return err_set(err, ERR_INPUT, "%s is not a regular file", path);
+    *there = true;
+    return true;
+}
+
+bool file_read_regular(const char *path, size_t max_bytes, struct buf *out, struct err *err)
+{
+    int fd = file_open_regular(path, err);
+    bool ok = fd >= 0 && file_read_all(fd, path, max_bytes, out, err);
+    if (fd >= 0)
+        close(fd);
+    return ok;
 }
 
 bool file_exists(const char *path)
@@ -43,18 +94,13 @@ bool file_exists(const char *path)
 bool file_map_open(const char *path, struct file_map *map, struct err *err)
 {
     *map = (struct file_map){0};
-    /* Without O_NONBLOCK, a pipe in place of a file would wait for its writer for ever. */
-    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     struct stat st;
-    if (fd < 0 || fstat(fd, &st) != 0) {
-        err_set(err, ERR_INPUT, "cannot open %s: %s", path, strerror(errno));
-        if (fd >= 0)
-            close(fd);
+    int fd = file_open_regular(path, err);
+    if (fd < 0)
         return false;
-    }
-    if (!S_ISREG(st.st_mode)) {
+    if (fstat(fd, &st) != 0) {
         close(fd);
-        return err_set(err, ERR_INPUT, "%s is not a regular file", path);
+        return err_set(err, ERR_INPUT, "cannot open %s: %s", path, strerror(errno));
     }
     if (st.st_size > 0) {
         void *p = mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_SHARED, fd, 0);

@@ -13,6 +13,17 @@ bool file_read(const char *path, size_t max_bytes, struct buf *out, struct err *
 
 bool file_exists(const char *path);
 
+/* For files of a model, which nobody but their owner vouches for: a pipe, folder, socket or device
+ * in place of one is an error at once, never waited for or read without end. */
+
+/* Opens a regular file for reading; -1 with the error. */
+int file_open_regular(const char *path, struct err *err);
+/* there: whether there is one. What is in its place otherwise, also a link to nowhere, is an error.
+ * */
+bool file_find_regular(const char *path, bool *there, struct err *err);
+/* As file_read, of a regular file. */
+bool file_read_regular(const char *path, size_t max_bytes, struct buf *out, struct err *err);
+
 /* A read-only mapping of a whole file. The descriptor is closed at once. */
 struct file_map {
     const uint8_t *data; /* u8 [bytes], page aligned; null for an empty file */

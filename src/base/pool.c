@@ -6,13 +6,15 @@
  * A run is published by one 64-bit store of (end, first) to its ticket, and a task is taken by
  * adding 1 to it, which returns end and index of the same moment. That keeps late workers harmless:
  * a ticket whose index is below its end belongs to the job that is running, because the caller
- * replaces fn and arg only when every task of the old job has been counted in `done`. */
+ * replaces fn and arg only when every task of the old job has been counted in `done`.
+ * Who waits reads `job` alone, which changes once a job: a processor that polls what others write
+ * for each task slows them, the more of them the more. For the same reason tasks are counted in
+ * `done` a run at a time. */
 #include "base/pool.h"
 
 #include "base/clock.h"
 #include "base/mem.h"
 
-#include <assert.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -21,9 +23,10 @@
 #include <unistd.h>
 
 enum {
-    /* Longer than the serial parts between two ops of a forward pass, far shorter than a person's
+    /* Longer than what one thread does alone between two jobs of a forward pass, and than a job of
+     * fewer tasks than threads: waking up costs as much as many jobs. Far shorter than a person's
      * idea of idle. */
-    POOL_SPIN_NS = 100000,
+    POOL_SPIN_NS = 1000000,
     POOL_SPINS_A_CHECK = 64, /* pauses between two looks at the clock */
     POOL_THREADS_MAX = 1024,
 };
@@ -37,6 +40,7 @@ struct pool_worker {
 
 struct pool {
     _Alignas(64) _Atomic uint32_t done;
+    _Alignas(64) _Atomic uint32_t job; /* how many were published */
     _Alignas(64) pool_fn *fn;
     void *arg;
     _Atomic int sleepers;
@@ -63,34 +67,35 @@ static bool pool_ticket_is_open(uint64_t t)
     return (uint32_t)t < t >> 32;
 }
 
-static bool pool_has_task(struct pool *pool)
-{
-    for (int i = 0; i < pool->threads; i++)
-        if (pool_ticket_is_open(atomic_load(&pool->workers[i].ticket)))
-            return true;
-    return false;
-}
-
 static void pool_work(struct pool *pool, int worker)
 {
     for (int i = 0; i < pool->threads; i++) {
         _Atomic uint64_t *ticket = &pool->workers[(worker + i) % pool->threads].ticket;
+        uint32_t finished = 0;
         while (pool_ticket_is_open(atomic_load(ticket))) {
             uint64_t t = atomic_fetch_add(ticket, 1);
             if (!pool_ticket_is_open(t))
                 break;
             pool->fn(pool->arg, (uint32_t)t, worker);
-            atomic_fetch_add_explicit(&pool->done, 1, memory_order_release);
+            finished++;
         }
+        if (finished)
+            atomic_fetch_add_explicit(&pool->done, finished, memory_order_release);
     }
 }
 
-static bool pool_spin(struct pool *pool)
+/* A worker that has seen `job` jobs published has nothing to do. */
+static bool pool_is_idle(struct pool *pool, uint32_t job)
+{
+    return atomic_load(&pool->job) == job && !atomic_load(&pool->closing);
+}
+
+static bool pool_spin(struct pool *pool, uint32_t job)
 {
     uint64_t start = clock_now_ns();
     do {
         for (int i = 0; i < POOL_SPINS_A_CHECK; i++) {
-            if (pool_has_task(pool) || atomic_load_explicit(&pool->closing, memory_order_relaxed))
+            if (!pool_is_idle(pool, job))
                 return true;
             pool_pause();
         }
@@ -98,11 +103,11 @@ static bool pool_spin(struct pool *pool)
     return false;
 }
 
-static void pool_sleep(struct pool *pool)
+static void pool_sleep(struct pool *pool, uint32_t job)
 {
     pthread_mutex_lock(&pool->lock);
     atomic_fetch_add(&pool->sleepers, 1);
-    while (!pool_has_task(pool) && !atomic_load(&pool->closing))
+    while (pool_is_idle(pool, job))
         pthread_cond_wait(&pool->wake, &pool->lock);
     atomic_fetch_sub(&pool->sleepers, 1);
     pthread_mutex_unlock(&pool->lock);
@@ -121,10 +126,11 @@ static void *pool_main(void *arg)
 {
     struct pool_worker *worker = arg;
     struct pool *pool = worker->pool;
-    while (!atomic_load(&pool->closing)) {
+    for (uint32_t job = 0; !atomic_load(&pool->closing);) {
+        if (!pool_spin(pool, job))
+            pool_sleep(pool, job);
+        job = atomic_load(&pool->job); /* before the work: of a later one there is more to do */
         pool_work(pool, worker->index);
-        if (!pool_spin(pool))
-            pool_sleep(pool);
     }
     return NULL;
 }
@@ -260,7 +266,9 @@ void pool_run(struct pool *pool, pool_fn *fn, void *arg, uint32_t tasks)
     pool->arg = arg;
     atomic_store_explicit(&pool->done, 0, memory_order_relaxed);
     for (uint64_t i = 0, n = (uint64_t)pool->threads; i < n; i++)
-        atomic_store(&pool->workers[i].ticket, (i + 1) * tasks / n << 32 | i * tasks / n);
+        atomic_store_explicit(&pool->workers[i].ticket, (i + 1) * tasks / n << 32 | i * tasks / n,
+                              memory_order_release);
+    atomic_fetch_add(&pool->job, 1);
     pool_wake(pool);
     pool_work(pool, 0);
     /* What is left is at most one task a worker: worth spinning for, unless the machine is busy and
