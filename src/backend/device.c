@@ -13,18 +13,20 @@
 #include <stdio.h>
 #include <string.h>
 
-/* Slowest first: the last level of the last backend that this machine has is the default. */
+/* Slowest first: the last level of the last backend that this machine has is the default. Metal
+ * stands first, so it is not, until a Mac has run metal-check. */
 static const struct device_backend {
+    bool deterministic, without;      /* it can be, it can do; see device_options */
     const char *(*level_name)(int i); /* that this machine can open; null past the end */
     bool (*open)(const char *level, const struct device_options *options, struct device **out,
                  struct err *err);
 } device_backends[] = {
 #ifdef CALLA_METAL
-    {metal_level_name, metal_open}, /* first, not the default, until a Mac has run metal-check */
+    {false, false, metal_level_name, metal_open},
 #endif
-    {cpu_level_name, cpu_open},
+    {true, false, cpu_level_name, cpu_open},
 #ifdef CALLA_CUDA
-    {cuda_level_name, cuda_open},
+    {false, true, cuda_level_name, cuda_open},
 #endif
 };
 
@@ -57,12 +59,29 @@ static bool device_matches(const char *level, const char *name)
     return !name || (!strncmp(level, name, n) && (level[n] == 0 || level[n] == '/'));
 }
 
+/* Why a backend that others have is not here, as " (reason)"; empty where nothing is known. */
+static void device_absence(const char *name, char *text, size_t size)
+{
+    text[0] = 0;
+    if (!device_matches("cuda", name))
+        return;
+#ifdef CALLA_CUDA
+    snprintf(text, size, " (%s)", cuda_absence());
+#else
+    snprintf(text, size, " (this program was built without nvcc)");
+#endif
+}
+
 bool device_open(const struct device_options *options, struct device **out, struct err *err)
 {
     const struct device_backend *backend = NULL, *found_backend = NULL;
-    const char *level, *found = NULL;
+    const char *level, *found = NULL, *refused = NULL;
     char names[256] = "";
     for (int i = 0; (level = device_level(i, &backend)); i++) {
+        if (options->deterministic && !backend->deterministic) {
+            refused = device_matches(level, options->name) ? level : refused;
+            continue;
+        }
         size_t n = strlen(names);
         snprintf(names + n, sizeof names - n, "%s%s", n ? ", " : "", level);
         if (device_matches(level, options->name)) {
@@ -70,9 +89,22 @@ bool device_open(const struct device_options *options, struct device **out, stru
             found_backend = backend;
         }
     }
-    if (!found)
-        return err_set(err, ERR_USAGE, "no device '%s' here; choose one of: %s", options->name,
-                       names);
+    if (!found && refused)
+        return err_set(
+            err, ERR_USAGE,
+            "'%s' cannot be deterministic: it multiplies few rows by another method than "
+            "many; choose one of: %s",
+            refused, names);
+    if (!found) {
+        char reason[128];
+        device_absence(options->name, reason, sizeof reason);
+        return err_set(err, ERR_USAGE, "no device '%s' here%s; choose one of: %s", options->name,
+                       reason, names);
+    }
+    if (options->without && !found_backend->without)
+        return err_set(err, ERR_USAGE,
+                       "'%s' cannot do without '%s': techniques are left out on cuda only", found,
+                       options->without);
     return found_backend->open(found, options, out, err);
 }
 

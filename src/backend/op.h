@@ -68,9 +68,8 @@ enum { KV_PAGE = 256 }; /* positions in a KV page */
 
 /* Consecutive rows of one sequence inside a batch. A sequence has at most one segment a batch. */
 struct segment {
-    uint32_t
-        slot;     /* the sequence's state slot: index of its GDN states and of its page-table row */
-    uint32_t row; /* first row in the batch */
+    uint32_t slot; /* of the sequence's states, and its row of the page table */
+    uint32_t row;  /* first row in the batch */
     uint32_t rows; /* at least 1 */
     uint32_t pos;  /* position in the sequence of the first row; 0 means that the state is empty */
 };
@@ -88,7 +87,8 @@ struct batch_view {
 
 /* ---- arguments, one struct an op ---------------------------------------------------------- */
 
-/* x[r] = table[tokens[r]]. A token outside 0..rows-1 of the table is a bug of the caller. */
+/* x[r] = table[tokens[r]]. A token below 0 is a choice that failed (see argmax), and whoever reads
+ * it ignores the row: it stands for token 0. One past the table is a bug of the caller. */
 struct embed_args {
     const struct batch_view *batch;
     const struct weight *table; /* [vocab, hidden] */
@@ -253,6 +253,9 @@ struct device_calls {
     /* Device memory for the life of the device or until free. Zeroed. */
     bool (*alloc)(struct device *, uint64_t bytes, struct span *out, struct err *);
     void (*free)(struct device *, struct span);
+    /* Announces memory in which weights lie, before they are loaded; it stays mapped while the
+     * device is open. Null where a device has no use for it. */
+    bool (*map)(struct device *, const void *base, uint64_t bytes, struct err *);
     /* Makes w usable by the ops. In: data, scales, biases are host addresses (offset 0) that stay
      * mapped while the device is open. Out: whatever the device wants; a CPU leaves them. */
     bool (*load_weight)(struct device *, struct weight *w, struct err *);
@@ -261,6 +264,12 @@ struct device_calls {
     void (*read)(struct device *, void *to, struct span from, uint64_t bytes);
     /* Waits for all that was encoded; false with the stream's first error, which is cleared. */
     bool (*sync)(struct device *, struct err *);
+    /* Both null where an op has ended when its call returns. fetch asks for the bytes that stand
+     * here when the stream comes by, and lets the device begin; collect waits for them and for
+     * nothing encoded later, and is false with the stream's first error, which is cleared. One
+     * fetch at a time, and what is encoded in between does not change its bytes. */
+    void (*fetch)(struct device *, struct span from, uint32_t bytes);
+    bool (*collect)(struct device *, void *to, struct err *);
     void (*close)(struct device *);
     /* Both null where a device has no use for them. A step is the ops of one forward pass; steps
      * of one key encode the same ops with the same arguments, and what differs lies in device
@@ -271,9 +280,10 @@ struct device_calls {
 };
 
 struct device_head {
-    const char *name;      /* "cpu/ref", "cpu/avx2", "cuda", "metal" */
+    const char *name;      /* "cpu/ref", "cpu/avx2", "cuda", "metal/tensor" */
     enum kv_kind kv_kind;  /* what this device prefers */
-    uint64_t memory_bytes; /* of the device, 0 when unknown */
+    uint32_t prefill_rows; /* rows of a prompt a step at which it is fastest; 0: 512 */
+    uint64_t memory_bytes; /* that a model can have on the device, 0 when unknown */
     struct ops ops;
     struct device_calls calls;
 };
@@ -281,6 +291,12 @@ struct device_head {
 static inline const struct device_head *device_head(const struct device *d)
 {
     return (const struct device_head *)d;
+}
+
+static inline uint32_t device_prefill_rows(const struct device *d)
+{
+    uint32_t rows = device_head(d)->prefill_rows;
+    return rows ? rows : 512;
 }
 
 static inline const struct ops *device_ops(const struct device *d)

@@ -12,7 +12,6 @@
 
 #include <assert.h>
 #include <stdlib.h>
-#include <string.h>
 
 struct graph_attention { /* between the projections of an attention layer */
     struct span qg;      /* f32 [rows, heads, 512]: q and gate of each head */
@@ -36,12 +35,12 @@ struct graph_moe {
 };
 
 struct graph_memory {
-    struct span segments; /* struct segment [limits.segments] */
-    struct span tokens;   /* i32 [limits.rows] */
-    struct span select;   /* u32 [limits.logit_rows]: rows whose logits are wanted */
-    struct span chosen;   /* i32 [limits.logit_rows]: argmax of each */
-    struct span logits;   /* f32 [limits.logit_rows, vocab] */
-    struct span x;        /* f32 [rows, hidden]: the residual stream */
+    struct span segments;  /* struct segment [limits.segments] */
+    struct span tokens;    /* i32 [limits.rows] */
+    struct span select;    /* u32 [limits.logit_rows]: rows whose logits are wanted */
+    struct span chosen[2]; /* i32 [limits.logit_rows]: argmax of each; of this batch and the last */
+    struct span logits;    /* f32 [limits.logit_rows, vocab] */
+    struct span x;         /* f32 [rows, hidden]: the residual stream */
     struct graph_attention attention;
     struct graph_delta delta;
     struct graph_moe moe;
@@ -57,6 +56,10 @@ struct graph {
     struct span base;        /* u8 [memory.bytes]: all of the above */
     struct batch_view batch; /* the running batch as the ops see it */
     uint32_t logit_rows;     /* rows of memory.logits that are set */
+    struct segment *follow;  /* [limits.segments]: segments of a batch that follows another */
+    uint32_t chosen;         /* memory.chosen that the running batch's choices go to */
+    bool is_chosen;          /* they are there, or encoded */
+    uint32_t awaited;        /* choices of the batch before, fetched and not read yet */
     float *probe_x;          /* f32 [limits.rows, hidden] on the host, while a probe is set */
     void (*probe)(void *user, int layer, const float *x, uint32_t rows);
     void *probe_user;
@@ -87,7 +90,8 @@ static void graph_layout(const struct config *c, const struct graph_limits *limi
     m->segments = graph_place(&fixed, limits->segments, sizeof(struct segment) / 4);
     m->tokens = graph_place(&fixed, rows, 1);
     m->select = graph_place(&fixed, limits->logit_rows, 1);
-    m->chosen = graph_place(&fixed, limits->logit_rows, 1);
+    for (int i = 0; i < 2; i++)
+        m->chosen[i] = graph_place(&fixed, limits->logit_rows, 1);
     m->logits = graph_place(&fixed, limits->logit_rows, c->vocab);
     m->x = graph_place(&fixed, rows, c->hidden);
 
@@ -136,6 +140,7 @@ bool graph_open(const struct model *model, struct state *state, const struct gra
     graph->device = model->device;
     graph->limits = *limits;
     graph->base = base;
+    graph->follow = mem_new(limits->segments, sizeof *graph->follow);
     graph_layout(&model->config, limits, base, &graph->memory);
     *out = graph;
     return true;
@@ -147,6 +152,7 @@ void graph_close(struct graph *graph)
         return;
     device_calls(graph->device)->free(graph->device, graph->base);
     free(graph->probe_x);
+    free(graph->follow);
     free(graph);
 }
 
@@ -309,6 +315,7 @@ static void graph_moe_layer(struct graph *graph, uint32_t layer)
 static void graph_select(struct graph *graph, const uint32_t *row, uint32_t rows)
 {
     graph->logit_rows = rows;
+    graph->is_chosen = false;
     device_calls(graph->device)->write(graph->device, graph->memory.select, row, 4ull * rows);
 }
 
@@ -329,6 +336,21 @@ static void graph_head(struct graph *graph)
     };
     if (rows > 0)
         device_ops(graph->device)->linear(graph->device, &head);
+}
+
+/* chosen = argmax of every row of logits */
+static void graph_choose(struct graph *graph)
+{
+    if (graph->is_chosen)
+        return;
+    graph->is_chosen = true;
+    const struct argmax_args args = {
+        .rows = graph->logit_rows,
+        .vocab = graph->model->config.vocab,
+        .logits = graph->memory.logits, /* f32 [logit_rows, vocab] */
+        .ids = graph->memory.chosen[graph->chosen],
+    };
+    device_ops(graph->device)->argmax(graph->device, &args);
 }
 
 static void graph_call_probe(struct graph *graph, int layer)
@@ -431,26 +453,25 @@ static bool graph_reserve(struct graph *graph, const struct batch *batch, struct
     return true;
 }
 
-static void graph_upload(struct graph *graph, const struct batch *batch)
+static void graph_upload(struct graph *graph, const struct segment *segment, uint32_t segments,
+                         uint32_t rows, struct span tokens)
 {
-    const struct device_calls *calls = device_calls(graph->device);
     const struct graph_memory *m = &graph->memory;
     graph->batch = (struct batch_view){
-        .rows = batch->rows,
-        .segments = batch->segments,
-        .host_segments = batch->segment,
+        .rows = rows,
+        .segments = segments,
+        .host_segments = segment,
         .device_segments = m->segments,
-        .tokens = m->tokens,
+        .tokens = tokens,
         .page_table = graph->state->page_table,
         .pages_max = graph->state->pages_max,
     };
-    calls->write(graph->device, m->tokens, batch->tokens, 4ull * batch->rows);
-    calls->write(graph->device, m->segments, batch->segment,
-                 sizeof *batch->segment * (uint64_t)batch->segments);
+    device_calls(graph->device)
+        ->write(graph->device, m->segments, segment, sizeof *segment * (uint64_t)segments);
 }
 
-/* Decoding steps of one shape differ only in what graph_upload left on the device, so a device may
- * record one and repeat it. The key is unique while the graph lives. */
+/* Decoding steps of one shape and one place of the tokens differ only in what lies on the device,
+ * so a device may record one and repeat it. The key is unique while the graph lives. */
 static void graph_step(struct graph *graph)
 {
     enum { RECORDED_ROWS = 64 };
@@ -458,7 +479,8 @@ static void graph_step(struct graph *graph)
     uint32_t rows = graph->batch.rows;
     bool recorded = calls->step_begin && rows == graph->batch.segments && rows <= RECORDED_ROWS &&
                     graph->logit_rows <= RECORDED_ROWS && !graph->probe;
-    uint64_t key = (uint64_t)(uintptr_t)graph << 16 | rows << 8 | graph->logit_rows;
+    uint32_t place = graph->awaited ? 1 + graph->chosen : 0;
+    uint64_t key = (uint64_t)(uintptr_t)graph << 18 | place << 16 | rows << 8 | graph->logit_rows;
     if (recorded && calls->step_begin(graph->device, key))
         return;
     graph_layers(graph);
@@ -467,17 +489,63 @@ static void graph_step(struct graph *graph)
         calls->step_end(graph->device);
 }
 
+static void graph_move_on(struct graph *graph)
+{
+    for (uint32_t i = 0; i < graph->batch.segments; i++) {
+        const struct segment *s = &graph->batch.host_segments[i];
+        graph->state->slot_pos[s->slot] += s->rows;
+    }
+}
+
 bool graph_forward(struct graph *graph, const struct batch *batch, struct err *err)
 {
     if (!graph_check_batch(graph, batch, err) ||
         !graph_check_selection(graph, batch->rows, batch->logit_row, batch->logit_rows, err) ||
         !graph_reserve(graph, batch, err))
         return false;
-    graph_upload(graph, batch);
+    assert(!graph->awaited);
+    device_calls(graph->device)
+        ->write(graph->device, graph->memory.tokens, batch->tokens, 4ull * batch->rows);
+    graph_upload(graph, batch->segment, batch->segments, batch->rows, graph->memory.tokens);
     graph_select(graph, batch->logit_row, batch->logit_rows);
     graph_step(graph);
-    for (uint32_t i = 0; i < batch->segments; i++)
-        graph->state->slot_pos[batch->segment[i].slot] += batch->segment[i].rows;
+    graph_move_on(graph);
+    return true;
+}
+
+/* One more row for each segment, in its last page; false when one has no room or no logits. */
+static bool graph_make_follow(struct graph *graph)
+{
+    const struct state *state = graph->state;
+    uint32_t n = graph->batch.segments;
+    if (graph->batch.rows != n || graph->logit_rows != n)
+        return false;
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t slot = graph->batch.host_segments[i].slot, pos = state->slot_pos[slot];
+        if (pos >= (uint64_t)state->slot_pages[slot] * KV_PAGE)
+            return false;
+        graph->follow[i] = (struct segment){.slot = slot, .row = i, .rows = 1, .pos = pos};
+    }
+    return true;
+}
+
+bool graph_follow(struct graph *graph)
+{
+    const struct device_calls *calls = device_calls(graph->device);
+    assert(!graph->awaited);
+    if (!calls->fetch || !graph_make_follow(graph))
+        return false;
+    uint32_t n = graph->batch.segments;
+    struct span chosen = graph->memory.chosen[graph->chosen];
+    graph_choose(graph);
+    calls->fetch(graph->device, chosen, 4 * n);
+    graph_upload(graph, graph->follow, n, n, chosen);
+    graph->awaited = n;
+    graph->chosen ^= 1;
+    graph->is_chosen = false;
+    graph_step(graph);
+    graph_choose(graph);
+    graph_move_on(graph);
     return true;
 }
 
@@ -492,11 +560,6 @@ bool graph_project(struct graph *graph, const uint32_t *row, uint32_t rows, stru
 
 /* ---- results ------------------------------------------------------------------------------ */
 
-struct span graph_logits(const struct graph *graph)
-{
-    return graph->memory.logits;
-}
-
 bool graph_read_logits(struct graph *graph, uint32_t i, float *out, struct err *err)
 {
     assert(i < graph->logit_rows);
@@ -506,42 +569,19 @@ bool graph_read_logits(struct graph *graph, uint32_t i, float *out, struct err *
     return device_calls(graph->device)->sync(graph->device, err);
 }
 
-bool graph_read_argmax(struct graph *graph, uint32_t i, int32_t *token, struct err *err)
-{
-    assert(i < graph->logit_rows);
-    uint32_t vocab = graph->model->config.vocab;
-    const struct argmax_args args = {
-        .rows = 1,
-        .vocab = vocab,
-        .logits = span_at(graph->memory.logits, 4ull * i * vocab), /* f32 [vocab] */
-        .ids = graph->memory.chosen,
-    };
-    device_ops(graph->device)->argmax(graph->device, &args);
-    device_calls(graph->device)->read(graph->device, token, graph->memory.chosen, 4);
-    if (!device_calls(graph->device)->sync(graph->device, err))
-        return false;
-    if (*token < 0)
-        return err_set(err, ERR_INTERNAL,
-                       "the model's output is not a number; the weights are damaged, or this is a "
-                       "fault of the '%s' backend: please report it",
-                       device_head(graph->device)->name);
-    return true;
-}
-
 bool graph_read_choices(struct graph *graph, int32_t *tokens, struct err *err)
 {
-    const struct argmax_args args = {
-        .rows = graph->logit_rows,
-        .vocab = graph->model->config.vocab,
-        .logits = graph->memory.logits, /* f32 [logit_rows, vocab] */
-        .ids = graph->memory.chosen,
-    };
-    if (graph->logit_rows) {
-        device_ops(graph->device)->argmax(graph->device, &args);
-        device_calls(graph->device)
-            ->read(graph->device, tokens, graph->memory.chosen, 4ull * graph->logit_rows);
+    const struct device_calls *calls = device_calls(graph->device);
+    if (graph->awaited) {
+        graph->awaited = 0;
+        return calls->collect(graph->device, tokens, err);
     }
-    return device_calls(graph->device)->sync(graph->device, err);
+    if (graph->logit_rows) {
+        graph_choose(graph);
+        calls->read(graph->device, tokens, graph->memory.chosen[graph->chosen],
+                    4ull * graph->logit_rows);
+    }
+    return calls->sync(graph->device, err);
 }
 
 void graph_set_probe(struct graph *graph,

@@ -1,5 +1,6 @@
 /* The forward pass: the only one. Prefill, decode, batched decode and verification are the same
- * call with other row counts. After graph_open it allocates nothing. */
+ * call with other row counts. After graph_open only the scratch of a device grows, to what the
+ * largest batch so far took. */
 #ifndef MODEL_GRAPH_H
 #define MODEL_GRAPH_H
 
@@ -31,21 +32,23 @@ void graph_close(struct graph *graph);
  * device error the slots concerned must be reset by the caller. */
 bool graph_forward(struct graph *graph, const struct batch *batch, struct err *err);
 
+/* After the forward pass of a batch of one row a segment, all of whose logits were wanted, and
+ * before anything of it is read: queues one more row for every segment, on the token that is its
+ * argmax. So the device goes on while the host still looks at what it chose. False, and nothing
+ * happens, where the device has no use for that, the batch is another, or a segment would need a
+ * new page. After it graph_read_choices gives those of the batch that was followed, and the next
+ * time those of the one queued; logits are of the latter only. */
+bool graph_follow(struct graph *graph);
+
 /* Puts the logits of other rows of the last batch (ascending, at most limits.logit_rows) in place
  * of those that graph_forward left: for callers that want more rows than fit at a time. */
 bool graph_project(struct graph *graph, const uint32_t *row, uint32_t rows, struct err *err);
 
-/* After graph_forward: logits of the wanted rows, f32 [logit_rows, vocab], on the device. */
-struct span graph_logits(const struct graph *graph);
-
-/* Reads row i of the logits to the host: f32 [vocab]. */
+/* After graph_forward: reads logit row i to the host: f32 [vocab]. */
 bool graph_read_logits(struct graph *graph, uint32_t i, float *out, struct err *err);
 
-/* argmax of logit row i (ties to the lowest id; NaN or no finite logit is an ERR_INTERNAL). */
-bool graph_read_argmax(struct graph *graph, uint32_t i, int32_t *token, struct err *err);
-
-/* argmax of every logit row, i32 [logit_rows] of the batch, with one wait; a row whose logits hold
- * NaN or no finite number gets -1, and the others are right all the same. */
+/* argmax of every logit row (ties to the lowest id), i32 [logit_rows] of the batch, with one wait;
+ * a row whose logits hold NaN or no finite number gets -1, the others are right all the same. */
 bool graph_read_choices(struct graph *graph, int32_t *tokens, struct err *err);
 
 /* Called after the embedding (layer -1) and after every layer with x, f32 [rows, hidden]; for

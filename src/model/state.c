@@ -105,7 +105,9 @@ static bool state_open_tables(struct state *state, struct err *err)
     state->free_pages = mem_try(limits->pages, sizeof *state->free_pages);
     state->page_refs = mem_try(limits->pages, sizeof *state->page_refs);
     if (!state->host_table || !state->free_pages || !state->page_refs)
-        return err_set(err, ERR_RESOURCE, "no memory for tables of %u slots and %llu KV pages",
+        return err_set(err, ERR_RESOURCE,
+                       "no memory for tables of %u slots and %llu KV pages; use a smaller "
+                       "--ctx or --parallel",
                        limits->slots, (unsigned long long)limits->pages);
     state->slot_pos = mem_new(limits->slots, sizeof *state->slot_pos);
     state->slot_pages = mem_new(limits->slots, sizeof *state->slot_pages);
