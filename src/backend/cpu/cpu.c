@@ -55,10 +55,25 @@ static bool cpu_has_neon(void)
     enum { HWCAP_DOT_PRODUCT = 1 << 20 };
     return getauxval(AT_HWCAP) & HWCAP_DOT_PRODUCT;
 }
+
+static bool cpu_has_i8mm(void)
+{
+    enum { HWCAP2_INT8_MATRIX = 1 << 13 }; /* HWCAP2_I8MM, which older headers lack */
+    return cpu_has_neon() && getauxval(AT_HWCAP2) & HWCAP2_INT8_MATRIX;
+}
 #else
+#include <sys/sysctl.h>
+
 static bool cpu_has_neon(void)
 {
     return true; /* every Apple chip with this architecture that runs macOS has dot products */
+}
+
+static bool cpu_has_i8mm(void) /* M2 and later */
+{
+    int has = 0;
+    size_t size = sizeof has;
+    return sysctlbyname("hw.optional.arm.FEAT_I8MM", &has, &size, NULL, 0) == 0 && has;
 }
 #endif
 #endif
@@ -77,6 +92,7 @@ static const struct cpu_level {
     {"cpu/avx512", cpu_has_avx512, avx512_fill, KV_BF16},
 #elif defined(__aarch64__)
     {"cpu/neon", cpu_has_neon, neon_fill, KV_BF16},
+    {"cpu/i8mm", cpu_has_i8mm, i8mm_fill, KV_BF16},
 #endif
 };
 
@@ -238,6 +254,7 @@ bool cpu_open(const char *level, const struct device_options *options, struct de
         free(device);
         return err_set(err, ERR_USAGE, "this machine has no device '%s'", level);
     }
+    device->deterministic = options->deterministic;
     device->threads = 1;
     if (device->head.ops.linear != ref_linear) {
         if (!pool_open(options->threads, &device->pool, err)) {

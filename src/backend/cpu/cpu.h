@@ -15,9 +15,10 @@ struct cpu_block; /* an allocation, in the device's list */
 
 struct device {
     struct device_head head;
-    struct err error;  /* the stream's first error; kind ERR_NONE when there is none */
-    int threads;       /* of the pool, at least 1 */
-    struct pool *pool; /* of the fast levels; null at cpu/ref */
+    struct err error;   /* the stream's first error; kind ERR_NONE when there is none */
+    int threads;        /* of the pool, at least 1 */
+    struct pool *pool;  /* of the fast levels; null at cpu/ref */
+    bool deterministic; /* as device_options says; cpu/ref is always so */
     struct cpu_block *blocks;
     struct {
         void *data; /* 64-aligned; grows to the largest size asked for, then stays */
@@ -49,6 +50,7 @@ static inline void *cpu_at(struct span s)
 void avx2_fill(struct ops *ops);
 void avx512_fill(struct ops *ops);
 void neon_fill(struct ops *ops);
+void i8mm_fill(struct ops *ops);
 
 /* Each family's reference functions; cpu_fill_ref makes the table of them. */
 void cpu_fill_ref(struct ops *ops);

@@ -8,49 +8,75 @@
 
 enum { DOT4_PANEL = 16, DOT4_MANY = 4 };
 
+/* Eight factors stay in memory, from where an instruction spreads one for nothing: gcc would rather
+ * pick them out of a register. */
+SIMD_INLINE void dot4_keep(float step[8])
+{
+    __asm__("" : "+m"(*(float(*)[8])step));
+}
+
+SIMD_INLINE void dot4_order_row(const int16_t *q, uint32_t g, int16_t *row)
+{
+    dot4_order(q, row + (size_t)g * FAST_BLOCK);
+}
+
+/* acc[t] += block i of eight of one weight row, times that of n rows of activations. */
+SIMD_INLINE void dot4_row_block(const uint8_t *p, const int16_t *q, size_t next, int n,
+                                const float step[][8], int i, vf *acc)
+{
+    const __m256i mask = _mm256_set1_epi16(15);
+    __m256i v = _mm256_loadu_si256((const __m256i *)p);
+    __m256i c0 = _mm256_and_si256(v, mask);
+    __m256i c1 = _mm256_and_si256(_mm256_srli_epi16(v, 4), mask);
+    __m256i c2 = _mm256_and_si256(_mm256_srli_epi16(v, 8), mask);
+    __m256i c3 = _mm256_srli_epi16(v, 12);
+    for (int t = 0; t < n; t++) {
+        const __m256i *from = (const __m256i *)(q + (size_t)t * next);
+        __m256i a = _mm256_add_epi32(_mm256_madd_epi16(c0, _mm256_load_si256(from)),
+                                     _mm256_madd_epi16(c1, _mm256_load_si256(from + 1)));
+        __m256i b = _mm256_add_epi32(_mm256_madd_epi16(c2, _mm256_load_si256(from + 2)),
+                                     _mm256_madd_epi16(c3, _mm256_load_si256(from + 3)));
+        vf sum = _mm256_cvtepi32_ps(_mm256_add_epi32(a, b));
+        acc[t] = vf_fma(sum, vf_set(step[t][i]), acc[t]);
+    }
+}
+
 SIMD_INLINE void dot4_row(struct fast_codes w, const struct fast_tile *x, uint32_t first, int n,
                           vf *acc)
 {
-    const __m256i mask = _mm256_set1_epi16(15);
     vf odd[FAST_FEW_ROWS];
     for (int t = 0; t < n; t++)
         odd[t] = vf_zero();
+    size_t next = (size_t)x->stride * FAST_BLOCK; /* from a row of activations to the next */
+    const int16_t *q = x->q + first * next;
     for (uint32_t g = 0; g < x->blocks; g += 8) {
         uint32_t left = x->blocks - g;
+        const uint8_t *p = w.codes + (size_t)g * (FAST_BLOCK / 2);
         __m256 scale = dot4_load_factors(w.scales + g, left);
         __m256 bias = dot4_load_factors(w.biases + g, left);
         float step[FAST_FEW_ROWS][8];
         for (int t = 0; t < n; t++) {
             size_t at = (size_t)(first + t) * x->stride + g;
             vf_store(step[t], vf_mul(scale, vf_load(x->scale + at)));
+            dot4_keep(step[t]);
             odd[t] = vf_fma(bias, vf_load(x->sum + at), odd[t]);
         }
-        uint32_t end = left < 8 ? left : 8;
+        if (left >= 8) {
 #pragma GCC unroll 8
-        for (uint32_t i = 0; i < 8; i++) {
-            if (i >= end)
-                break;
-            const uint8_t *p = w.codes + (size_t)(g + i) * (FAST_BLOCK / 2);
-            if (i % 2 == 0)
-                _mm_prefetch((const char *)p + DOT4_AHEAD, _MM_HINT_T0);
-            __m256i v = _mm256_loadu_si256((const __m256i *)p);
-            __m256i c0 = _mm256_and_si256(v, mask);
-            __m256i c1 = _mm256_and_si256(_mm256_srli_epi16(v, 4), mask);
-            __m256i c2 = _mm256_and_si256(_mm256_srli_epi16(v, 8), mask);
-            __m256i c3 = _mm256_srli_epi16(v, 12);
-            for (int t = 0; t < n; t++) {
-                const __m256i *q =
-                    (const __m256i *)(x->q + ((size_t)(g + i) * x->rows + first + t) * FAST_BLOCK);
-                __m256i a = _mm256_add_epi32(_mm256_madd_epi16(c0, _mm256_load_si256(q)),
-                                             _mm256_madd_epi16(c1, _mm256_load_si256(q + 1)));
-                __m256i b = _mm256_add_epi32(_mm256_madd_epi16(c2, _mm256_load_si256(q + 2)),
-                                             _mm256_madd_epi16(c3, _mm256_load_si256(q + 3)));
-                vf sum = _mm256_cvtepi32_ps(_mm256_add_epi32(a, b));
+            for (int i = 0; i < 8; i++, p += FAST_BLOCK / 2, q += FAST_BLOCK) {
+                if (i % 2 == 0)
+                    _mm_prefetch((const char *)p + FAST_AHEAD, _MM_HINT_T1);
                 if (i % 2)
-                    odd[t] = vf_fma(sum, vf_set(step[t][i]), odd[t]);
+                    dot4_row_block(p, q, next, n, step, i, odd);
                 else
-                    acc[t] = vf_fma(sum, vf_set(step[t][i]), acc[t]);
+                    dot4_row_block(p, q, next, n, step, i, acc);
             }
+        } else {
+            for (int i = 0; i < (int)left; i++, p += FAST_BLOCK / 2, q += FAST_BLOCK)
+                if (i % 2)
+                    dot4_row_block(p, q, next, n, step, i, odd);
+                else
+                    dot4_row_block(p, q, next, n, step, i, acc);
         }
     }
     for (int t = 0; t < n; t++)

@@ -1,63 +1,83 @@
 /* fast_tile.h for AVX-512 with VNNI: vpdpwssd multiplies 32 codes with 32 activations and adds the
  * pairs to 16 sums.
  *
- * dot4_row keeps lanes = positions of the row, a block at a time: the block's 32 bytes in both
- * halves of a vector give two of the four orders with one shift. dot4_panel keeps lanes = 16
+ * dot4_row keeps lanes = positions of the row, two blocks at a time. dot4_panel keeps lanes = 16
  * outputs: 16 weight rows x 64 values are transposed once into 2 KB and then meet every row of the
  * tile, eight at a time, because eight sums hide the instruction's latency. */
 #include "backend/cpu/dot4_x86.h"
 
 enum { DOT4_PANEL = 16, DOT4_MANY = 8 };
 
-SIMD_INLINE __m512i dot4_shifts(short low, short high)
+/* Two blocks side by side: i16 [stride / 2][4 vectors][2 blocks][16]. */
+SIMD_INLINE void dot4_order_row(const int16_t *q, uint32_t g, int16_t *row)
 {
-    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_set1_epi16(low)),
-                              _mm256_set1_epi16(high), 1);
+    dot4_order_apart(q, row + (size_t)(g / 2) * 2 * FAST_BLOCK + g % 2 * 16, 32);
+}
+
+/* acc[t] += two blocks of one weight row, times those of n rows of activations. `which` spreads the
+ * two's steps: a half of the lanes each. */
+SIMD_INLINE void dot4_row_blocks(__m512i v, const int16_t *q, size_t next, int n,
+                                 const __m512 *step, __m512i which, vf *acc)
+{
+    const __m512i mask = _mm512_set1_epi16(15);
+    __asm__("" : "+v"(v)); /* loaded once: gcc would read it from memory for each use */
+    __m512i c0 = _mm512_and_si512(v, mask);
+    __m512i c1 = _mm512_and_si512(_mm512_srli_epi16(v, 4), mask);
+    __m512i c2 = _mm512_and_si512(_mm512_srli_epi16(v, 8), mask);
+    __m512i c3 = _mm512_srli_epi16(v, 12);
+    for (int t = 0; t < n; t++) {
+        const __m512i *from = (const __m512i *)(q + (size_t)t * next);
+        __m512i sum = _mm512_dpwssd_epi32(_mm512_setzero_si512(), c0, _mm512_load_si512(from));
+        sum = _mm512_dpwssd_epi32(sum, c1, _mm512_load_si512(from + 1));
+        sum = _mm512_dpwssd_epi32(sum, c2, _mm512_load_si512(from + 2));
+        sum = _mm512_dpwssd_epi32(sum, c3, _mm512_load_si512(from + 3));
+        acc[t] = vf_fma(_mm512_cvtepi32_ps(sum), _mm512_permutexvar_ps(which, step[t]), acc[t]);
+    }
 }
 
 SIMD_INLINE void dot4_row(struct fast_codes w, const struct fast_tile *x, uint32_t first, int n,
                           vf *acc)
 {
-    const __m512i mask = _mm512_set1_epi16(15);
-    const __m512i shift01 = dot4_shifts(0, 4), shift23 = dot4_shifts(8, 12);
+    const __m512i first_two = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi32(1), 1);
+    const __m512i two = _mm512_set1_epi32(2);
     __m256 constant[FAST_FEW_ROWS];
     vf odd[FAST_FEW_ROWS];
     for (int t = 0; t < n; t++) {
         constant[t] = _mm256_setzero_ps();
         odd[t] = vf_zero();
     }
-    for (uint32_t g = 0; g < x->blocks; g += 8) {
+    size_t next = (size_t)x->stride * FAST_BLOCK; /* from a row of activations to the next */
+    const int16_t *q = x->q + first * next;
+    for (uint32_t g = 0; g < x->blocks; g += 8, q += 8 * FAST_BLOCK) {
         uint32_t left = x->blocks - g;
+        const uint8_t *p = w.codes + (size_t)g * (FAST_BLOCK / 2);
         __m256 scale = dot4_load_factors(w.scales + g, left);
         __m256 bias = dot4_load_factors(w.biases + g, left);
-        float step[FAST_FEW_ROWS][8];
+        __m512 step[FAST_FEW_ROWS];
         for (int t = 0; t < n; t++) {
             size_t at = (size_t)(first + t) * x->stride + g;
-            _mm256_storeu_ps(step[t], _mm256_mul_ps(scale, _mm256_loadu_ps(x->scale + at)));
+            step[t] = _mm512_castps256_ps512(_mm256_mul_ps(scale, _mm256_loadu_ps(x->scale + at)));
             constant[t] = _mm256_fmadd_ps(bias, _mm256_loadu_ps(x->sum + at), constant[t]);
         }
-        uint32_t end = left < 8 ? left : 8;
-#pragma GCC unroll 8
-        for (uint32_t i = 0; i < 8; i++) {
-            if (i >= end)
-                break;
-            const uint8_t *p = w.codes + (size_t)(g + i) * (FAST_BLOCK / 2);
-            if (i % 2 == 0)
-                _mm_prefetch((const char *)p + DOT4_AHEAD, _MM_HINT_T0);
-            __m512i v = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)p));
-            __m512i c01 = _mm512_and_si512(_mm512_srlv_epi16(v, shift01), mask);
-            __m512i c23 = _mm512_and_si512(_mm512_srlv_epi16(v, shift23), mask);
-            for (int t = 0; t < n; t++) {
-                const __m512i *q =
-                    (const __m512i *)(x->q + ((size_t)(g + i) * x->rows + first + t) * FAST_BLOCK);
-                __m512i sum =
-                    _mm512_dpwssd_epi32(_mm512_setzero_si512(), c01, _mm512_load_si512(q));
-                sum = _mm512_dpwssd_epi32(sum, c23, _mm512_load_si512(q + 1));
-                vf value = _mm512_cvtepi32_ps(sum);
+        __m512i which = first_two;
+        if (left >= 8) {
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++, which = _mm512_add_epi32(which, two)) {
+                const uint8_t *from = p + i * FAST_BLOCK;
+                _mm_prefetch((const char *)from + FAST_AHEAD, _MM_HINT_T1);
                 if (i % 2)
-                    odd[t] = vf_fma(value, vf_set(step[t][i]), odd[t]);
+                    dot4_row_blocks(_mm512_loadu_si512(from), q + i * 2 * FAST_BLOCK, next, n, step,
+                                    which, odd);
                 else
-                    acc[t] = vf_fma(value, vf_set(step[t][i]), acc[t]);
+                    dot4_row_blocks(_mm512_loadu_si512(from), q + i * 2 * FAST_BLOCK, next, n, step,
+                                    which, acc);
+            }
+        } else {
+            /* Of a last odd block the other half is not there, and not read. */
+            for (uint32_t i = 0; i < left; i += 2, which = _mm512_add_epi32(which, two)) {
+                __mmask8 there = left - i >= 2 ? 0xff : 0x0f;
+                dot4_row_blocks(_mm512_maskz_loadu_epi64(there, p + i * (FAST_BLOCK / 2)),
+                                q + (size_t)i * FAST_BLOCK, next, n, step, which, acc);
             }
         }
     }

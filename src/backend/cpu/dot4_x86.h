@@ -1,15 +1,8 @@
 /* What the x86 levels of fast_tile.h share. */
 #include <immintrin.h>
 
-static inline bool dot4_has(void)
-{
-    return true;
-}
-
-/* The weights are read ahead by a page: that is where the hardware's own prefetching stops. */
-enum { DOT4_AHEAD = 4096 };
-
-SIMD_INLINE void dot4_order(const int16_t *q, int16_t *out)
+/* Vector p to out + p * step. */
+SIMD_INLINE void dot4_order_apart(const int16_t *q, int16_t *out, int step)
 {
     const __m256i pair = _mm256_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15, 0,
                                           1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
@@ -26,7 +19,12 @@ SIMD_INLINE void dot4_order(const int16_t *q, int16_t *out)
     v[2] = _mm256_unpacklo_epi64(a[1], a[3]);
     v[3] = _mm256_unpackhi_epi64(a[1], a[3]);
     for (int p = 0; p < 4; p++)
-        _mm256_storeu_si256((__m256i *)out + p, _mm256_permutevar8x32_epi32(v[p], lanes));
+        _mm256_storeu_si256((__m256i *)(out + p * step), _mm256_permutevar8x32_epi32(v[p], lanes));
+}
+
+SIMD_INLINE void dot4_order(const int16_t *q, int16_t *out)
+{
+    dot4_order_apart(q, out, 16);
 }
 
 SIMD_INLINE __m256 dot4_widen(const uint16_t *p)

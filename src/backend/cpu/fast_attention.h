@@ -1,11 +1,19 @@
 /* Attention for the fast levels: norm, rotation and append; then softmax over the pages in tiles.
  *
- * Query heads that share a KV head are done together, so a tile of keys and values is read, and
- * widened from bf16, once for all of them. A running maximum and sum (the online softmax) carry
- * each query over the tiles.
- * Prompts: a task is one KV head and a few rows, over all their positions.
- * Decoding: a task is one KV head and one page; a second pass joins the pages' partial results in
- * order, so the outcome does not depend on how many workers there are. */
+ * A tile is 64 positions of a KV head, for up to 64 queries: the query heads that share it, of one
+ * row or of several. Both its products keep 8 queries x 2 vectors of sums in registers (4 x 2 where
+ * there are 16), and a step multiplies two vectors of the tile by one number of each query. For the
+ * scores the vectors are one dimension of a strip of positions, so nothing is summed across a
+ * vector and scores lie as the softmax wants them; the keys are transposed for it, once a tile.
+ * bf16 is transposed in pairs and widened in the product, by a shift and a mask of what one load
+ * brings; a strip of values gives its even dimensions and its odd ones that way, and the sums stay
+ * in that order until they are done. Each product asks for the memory that the next one reads.
+ *
+ * A running maximum and sum (the online softmax) carry each query over the tiles of a page, and the
+ * pages' results are joined in order. Prompts: a task is one KV head and a few rows, over all their
+ * pages. Decoding: a task is one KV head, or some of its query heads, and one page; a second pass
+ * joins. Both do the same arithmetic: a row's outcome depends neither on the rows beside it nor on
+ * how many workers there are. */
 #include "backend/cpu/fast.h"
 #include "base/pool.h"
 
@@ -15,9 +23,11 @@
 enum {
     ATTENTION_DIM = 256,
     ATTENTION_ROTATED = 64,
-    ATTENTION_TILE = 64,    /* positions; a page is a whole number of tiles */
-    ATTENTION_QUERIES = 64, /* of a task: rows x heads that share a KV head */
-    ATTENTION_FEW_ROWS = 4, /* segments up to here are split by pages */
+    ATTENTION_TILE = 64,              /* positions; a page is a whole number of tiles */
+    ATTENTION_STRIP = 2 * VF,         /* positions of keys, dimensions of values, of a step */
+    ATTENTION_PACK = VF == 8 ? 4 : 8, /* queries whose sums fit the registers */
+    ATTENTION_QUERIES = 64,           /* of a task: rows x heads that share a KV head */
+    ATTENTION_FEW_ROWS = 4,           /* segments up to here are split by pages */
 };
 
 /* Address of (position, kv head) of the sequence in `slot`, in elements: 64 bits, because ten
@@ -120,15 +130,18 @@ struct attention_part {
     float top[ATTENTION_QUERIES], total[ATTENTION_QUERIES];
 };
 
-/* What a worker needs for a tile. */
+/* What a worker needs for a task and its tiles. */
 struct attention_room {
-    float k[ATTENTION_TILE][ATTENTION_DIM], v[ATTENTION_TILE][ATTENTION_DIM];
+    float q[ATTENTION_QUERIES][ATTENTION_DIM]; /* q / 16: the heads of the task's rows, in order */
+    float k[ATTENTION_DIM][ATTENTION_STRIP];   /* a strip's; bf16 takes the first half */
     float score[ATTENTION_QUERIES][ATTENTION_TILE];
-    struct attention_part part;
+    float keep[ATTENTION_QUERIES];    /* exp(old top - new top): what the sums shrink by */
+    struct attention_part part, page; /* all pages so far; the next one */
 };
 
 struct attention_task {
     uint32_t segment, kv_head;
+    uint32_t head;      /* the first of its query heads */
     uint32_t row, rows; /* of the segment */
     uint32_t pos, end;  /* positions */
     uint32_t parts;     /* 1: the task finishes its rows; else the first of a split says how many */
@@ -137,132 +150,233 @@ struct attention_task {
 struct attention_work {
     const struct attention_args *args;
     uint32_t group; /* query heads that share a KV head */
+    uint32_t share; /* of which a task does so many */
     struct attention_task *task;
     struct attention_part *part; /* [tasks]; null when no task is split */
     uint32_t tasks;
     struct attention_room *room; /* [workers] */
 };
 
-/* f32 [n, 256] of n positions: in place when the pages hold f32, else widened into `out`. */
-static const float *attention_load(struct span pages, enum kv_kind kind, uint64_t at, uint32_t n,
-                                   float *out)
+/* Positions pos..pos+n-1 of a page, as the rows of a task meet them. */
+struct attention_tile {
+    const char *k, *v, *next; /* kv_kind [n, 256]; the next tile's keys, or these */
+    uint32_t pos, n;
+    uint32_t rows, share, row_pos; /* row_pos: position of the first of the rows */
+};
+
+/* Bytes from one position to the next. */
+SIMD_INLINE size_t attention_bytes(enum kv_kind kind)
 {
-    if (kind == KV_F32)
-        return (const float *)cpu_at(pages) + at;
-    const uint16_t *from = (const uint16_t *)cpu_at(pages) + at;
-    for (size_t k = 0; k < (size_t)n * ATTENTION_DIM; k += VF)
-        vf_store(out + k, vf_load_bf16(from + k));
-    return out;
+    return ATTENTION_DIM * (kind == KV_F32 ? sizeof(float) : sizeof(uint16_t));
 }
 
-/* score[i] = q . k[i] / 16 for four positions and two queries at a time. */
-SIMD_INLINE void attention_dots(const float *k, uint32_t n, const float *a, const float *b,
-                                float *score_a, float *score_b)
+/* Step i of a product asks for its part of what the next one reads: bf16 of a strip. */
+SIMD_INLINE void attention_ask(const char *ahead, uint32_t i)
 {
-    for (uint32_t i = 0; i < n; i += 4) {
-        vf acc[2][4];
-        const float *key[4];
-        for (uint32_t j = 0; j < 4; j++) {
-            key[j] = k + (size_t)(i + j < n ? i + j : n - 1) * ATTENTION_DIM;
-            acc[0][j] = acc[1][j] = vf_zero();
+    __builtin_prefetch(ahead + (size_t)i * ATTENTION_STRIP * sizeof(uint16_t), 0, 2);
+}
+
+/* A strip of keys, [STRIP, 256], transposed: f32 to [256, STRIP], bf16 as it is in pairs of
+ * dimensions to [128, STRIP]. */
+SIMD_INLINE void attention_turn(enum kv_kind kind, const char *keys, float *out)
+{
+    int lanes = (int)(attention_bytes(kind) / sizeof(float));
+    for (int half = 0; half < ATTENTION_STRIP; half += VF)
+        for (int d = 0; d < lanes; d += VF) {
+            vf x[VF];
+            for (int i = 0; i < VF; i++)
+                x[i] = vf_load_raw(keys + ((half + i) * lanes + d) * sizeof(float));
+            vf_transpose(x);
+            for (int i = 0; i < VF; i++)
+                vf_store(out + (d + i) * ATTENTION_STRIP + half, x[i]);
         }
-        for (int d = 0; d < ATTENTION_DIM; d += VF) {
-            vf x = vf_load(a + d), y = vf_load(b + d);
-            for (int j = 0; j < 4; j++) {
-                vf v = vf_load(key[j] + d);
-                acc[0][j] = vf_fma(v, x, acc[0][j]);
-                acc[1][j] = vf_fma(v, y, acc[1][j]);
+}
+
+/* score[j][0..STRIP-1] = q[j] . keys of the strip, for n queries. */
+SIMD_INLINE void attention_dots(int n, enum kv_kind kind, const float *k, const float *q,
+                                float *score, const char *ahead)
+{
+    vf acc[ATTENTION_PACK][2];
+    for (int j = 0; j < n; j++)
+        acc[j][0] = acc[j][1] = vf_zero();
+    for (int d = 0; d < ATTENTION_DIM; d += 2) {
+        vf pair[2] = {vf_load(k), vf_load(k + VF)};
+        k += ATTENTION_STRIP;
+        for (int e = 0; e < 2; e++) {
+            vf lo = pair[0], hi = pair[1];
+            if (kind == KV_BF16) {
+                lo = e ? vf_second_bf16(lo) : vf_first_bf16(lo);
+                hi = e ? vf_second_bf16(hi) : vf_first_bf16(hi);
+            } else if (e) {
+                lo = vf_load(k);
+                hi = vf_load(k + VF);
+                k += ATTENTION_STRIP;
+            }
+            attention_ask(ahead, d + e);
+            for (int j = 0; j < n; j++) {
+                vf x = vf_set(q[j * ATTENTION_DIM + d + e]);
+                acc[j][0] = vf_fma(x, lo, acc[j][0]);
+                acc[j][1] = vf_fma(x, hi, acc[j][1]);
             }
         }
-        for (uint32_t j = 0; j < 4; j++) {
-            score_a[i + j] = vf_sum(acc[0][j]) * (1.0f / 16);
-            score_b[i + j] = vf_sum(acc[1][j]) * (1.0f / 16);
-        }
+    }
+    for (int j = 0; j < n; j++) {
+        vf_store(score + j * ATTENTION_TILE, acc[j][0]);
+        vf_store(score + j * ATTENTION_TILE + VF, acc[j][1]);
     }
 }
 
-/* Scores of one query, of which the first n count, become weights relative to the running top. */
+/* sum[j] = keep[j] * sum[j] + weight[j] . values of a strip of dimensions, for n queries. Of bf16,
+ * the strip's even dimensions come first. */
+SIMD_INLINE void attention_add(int n, enum kv_kind kind, const char *v, uint32_t positions,
+                               const float *weight, const float *keep, float *sum,
+                               const char *ahead)
+{
+    vf acc[ATTENTION_PACK][2];
+    for (int j = 0; j < n; j++)
+        for (int h = 0; h < 2; h++)
+            acc[j][h] = vf_mul(vf_set(keep[j]), vf_load(sum + j * ATTENTION_DIM + h * VF));
+    for (uint32_t i = 0; i < positions; i++, v += attention_bytes(kind)) {
+        vf lo = vf_load_raw(v), hi = lo;
+        if (kind == KV_BF16) {
+            lo = vf_first_bf16(lo);
+            hi = vf_second_bf16(hi);
+        } else {
+            hi = vf_load_raw(v + sizeof(vf));
+        }
+        attention_ask(ahead, i);
+        for (int j = 0; j < n; j++) {
+            vf x = vf_set(weight[j * ATTENTION_TILE + i]);
+            acc[j][0] = vf_fma(x, lo, acc[j][0]);
+            acc[j][1] = vf_fma(x, hi, acc[j][1]);
+        }
+    }
+    for (int j = 0; j < n; j++)
+        for (int h = 0; h < 2; h++)
+            vf_store(sum + j * ATTENTION_DIM + h * VF, acc[j][h]);
+}
+
+/* Scores of one query, of which the first n count, become weights relative to the running top.
+ * Returns what the sums so far shrink by. */
 static float attention_weights(float *score, uint32_t n, float *top, float *total)
 {
-    float best = *top;
-    for (uint32_t i = 0; i < n; i++)
-        best = score[i] > best ? score[i] : best;
+    if (n == 0)
+        return 1;
     for (uint32_t i = n; i < ATTENTION_TILE; i++)
         score[i] = -INFINITY;
-    vf sum = vf_zero();
+    vf high = vf_set(*top), sum = vf_zero();
+    for (int i = 0; i < ATTENTION_TILE; i += VF)
+        high = vf_max(vf_load(score + i), high); /* a NaN is left to the sum */
+    float best = vf_top(high), keep = best > *top ? expf(*top - best) : 1;
     for (int i = 0; i < ATTENTION_TILE; i += VF) {
         vf e = vf_exp(vf_sub(vf_load(score + i), vf_set(best)));
         vf_store(score + i, e);
         sum = vf_add(sum, e);
     }
-    for (uint32_t i = n; i < ATTENTION_TILE; i++)
-        score[i] = 0;
-    float keep = expf(*top - best);
     *total = *total * keep + vf_sum(sum);
     *top = best;
     return keep;
 }
 
-/* sum = keep * sum + weights . v for two queries (which may be the same one) and n positions. */
-SIMD_INLINE void attention_add(const float *v, uint32_t n, const float *wa, const float *wb,
-                               float keep_a, float keep_b, float *sum_a, float *sum_b)
+/* Positions of the tile that a row may read. */
+static uint32_t attention_seen(const struct attention_tile *tile, uint32_t row)
 {
-    for (int d = 0; d < ATTENTION_DIM; d += 4 * VF) {
-        vf a[4], b[4];
-        for (int j = 0; j < 4; j++) {
-            a[j] = vf_mul(vf_set(keep_a), vf_load(sum_a + d + j * VF));
-            b[j] = vf_mul(vf_set(keep_b), vf_load(sum_b + d + j * VF));
-        }
-        for (uint32_t i = 0; i < n; i++) {
-            vf x = vf_set(wa[i]), y = vf_set(wb[i]);
-            for (int j = 0; j < 4; j++) {
-                vf value = vf_load(v + (size_t)i * ATTENTION_DIM + d + j * VF);
-                a[j] = vf_fma(x, value, a[j]);
-                b[j] = vf_fma(y, value, b[j]);
-            }
-        }
-        for (int j = 0; j < 4; j++) {
-            vf_store(sum_b + d + j * VF, b[j]);
-            vf_store(sum_a + d + j * VF, a[j]);
-        }
+    uint32_t end = tile->row_pos + row + 1;
+    return end <= tile->pos ? 0 : end - tile->pos < tile->n ? end - tile->pos : tile->n;
+}
+
+/* Scores of a strip from position p of the tile on. */
+SIMD_INLINE void attention_scores(enum kv_kind kind, const struct attention_tile *tile, uint32_t p,
+                                  struct attention_room *room)
+{
+    enum { PACK = ATTENTION_PACK };
+    const char *ahead = tile->v + p * attention_bytes(kind);
+    attention_turn(kind, tile->k + p * attention_bytes(kind), &room->k[0][0]);
+    for (uint32_t row = 0; row < tile->rows; row++) {
+        uint32_t i = row * tile->share, end = i + tile->share;
+        if (attention_seen(tile, row) <= p)
+            continue;
+        for (; end - i >= PACK; i += PACK)
+            attention_dots(PACK, kind, room->k[0], room->q[i], &room->score[i][p], ahead);
+        for (; end - i >= PACK / 2; i += PACK / 2)
+            attention_dots(PACK / 2, kind, room->k[0], room->q[i], &room->score[i][p], ahead);
+        for (; i < end; i++)
+            attention_dots(1, kind, room->k[0], room->q[i], &room->score[i][p], ahead);
     }
 }
 
-/* One tile of positions for all queries of a task. */
+/* Adds the values of a strip from dimension d on. A row's sums stop at its own position: what lies
+ * behind may be no number. */
+SIMD_INLINE void attention_values(enum kv_kind kind, const struct attention_tile *tile, uint32_t d,
+                                  struct attention_room *room, struct attention_part *part)
+{
+    enum { PACK = ATTENTION_PACK };
+    const char *v = tile->v + d * (attention_bytes(kind) / ATTENTION_DIM);
+    const char *ahead = tile->next + (size_t)d * ATTENTION_TILE * sizeof(uint16_t);
+    for (uint32_t row = 0; row < tile->rows; row++) {
+        uint32_t seen = attention_seen(tile, row), i = row * tile->share, end = i + tile->share;
+        for (; end - i >= PACK; i += PACK)
+            attention_add(PACK, kind, v, seen, room->score[i], &room->keep[i], &part->sum[i][d],
+                          ahead);
+        for (; end - i >= PACK / 2; i += PACK / 2)
+            attention_add(PACK / 2, kind, v, seen, room->score[i], &room->keep[i], &part->sum[i][d],
+                          ahead);
+        for (; i < end; i++)
+            attention_add(1, kind, v, seen, room->score[i], &room->keep[i], &part->sum[i][d],
+                          ahead);
+    }
+}
+
+SIMD_INLINE void attention_tile_of(enum kv_kind kind, const struct attention_tile *tile,
+                                   struct attention_room *room, struct attention_part *part)
+{
+    for (uint32_t p = 0; p < tile->n; p += ATTENTION_STRIP)
+        attention_scores(kind, tile, p, room);
+    for (uint32_t i = 0; i < tile->rows * tile->share; i++) /* one that sees nothing is kept */
+        room->keep[i] = attention_weights(room->score[i], attention_seen(tile, i / tile->share),
+                                          &part->top[i], &part->total[i]);
+    for (uint32_t d = 0; d < ATTENTION_DIM; d += ATTENTION_STRIP)
+        attention_values(kind, tile, d, room, part);
+}
+
+/* Up to 64 positions from pos on, all of one page, for all queries of a task. */
 static void attention_tile(const struct attention_work *work, const struct attention_task *task,
                            uint32_t pos, uint32_t n, struct attention_room *room,
                            struct attention_part *part)
 {
     const struct attention_args *args = work->args;
+    const struct attention_dims *dims = &args->dims;
     const struct segment *s = &args->batch->host_segments[task->segment];
-    uint64_t at = attention_at(args->batch, &args->dims, s->slot, pos, task->kv_head);
-    const float *k = attention_load(args->k_pages, args->dims.kv_kind, at, n, &room->k[0][0]);
-    const float *v = attention_load(args->v_pages, args->dims.kv_kind, at, n, &room->v[0][0]);
-    const float *q = cpu_at(args->q);
-    uint32_t group = work->group, queries = task->rows * group;
-    for (uint32_t i = 0; i < queries; i += 2) {
-        uint32_t pair[2] = {i, i + 1 < queries ? i + 1 : i}, seen[2];
-        const float *query[2];
-        float keep[2];
-        for (int j = 0; j < 2; j++) {
-            uint32_t row = task->row + pair[j] / group, last = s->pos + row;
-            size_t head =
-                (size_t)(s->row + row) * args->dims.heads + task->kv_head * group + pair[j] % group;
-            query[j] = q + head * ATTENTION_DIM;
-            seen[j] = last < pos ? 0 : last - pos + 1 < n ? last - pos + 1 : n;
-        }
-        if (seen[1] == 0)
-            continue;
-        attention_dots(k, seen[1], query[0], query[1], room->score[pair[0]], room->score[pair[1]]);
-        keep[0] = keep[1] = 1;
-        for (int j = 0; j < 2; j++) /* a query that sees nothing here keeps what it has */
-            if (pair[j] == i + (uint32_t)j)
-                keep[j] = attention_weights(room->score[pair[j]], seen[j], &part->top[pair[j]],
-                                            &part->total[pair[j]]);
-        if (pair[1] == pair[0])
-            keep[1] = keep[0];
-        attention_add(v, seen[1], room->score[pair[0]], room->score[pair[1]], keep[0], keep[1],
-                      part->sum[pair[0]], part->sum[pair[1]]);
+    size_t item = attention_bytes(dims->kv_kind) / ATTENTION_DIM;
+    uint32_t after = pos + n < s->pos + s->rows ? pos + n : pos;
+    uint64_t at = attention_at(args->batch, dims, s->slot, pos, task->kv_head);
+    uint64_t next = attention_at(args->batch, dims, s->slot, after, task->kv_head);
+    struct attention_tile tile = {.k = (const char *)cpu_at(args->k_pages) + at * item,
+                                  .v = (const char *)cpu_at(args->v_pages) + at * item,
+                                  .next = (const char *)cpu_at(args->k_pages) + next * item,
+                                  .pos = pos,
+                                  .n = n,
+                                  .rows = task->rows,
+                                  .share = work->share,
+                                  .row_pos = s->pos + task->row};
+    if (dims->kv_kind == KV_F32)
+        attention_tile_of(KV_F32, &tile, room, part);
+    else
+        attention_tile_of(KV_BF16, &tile, room, part);
+}
+
+/* The task's queries, together and scaled. */
+static void attention_load_queries(const struct attention_work *work,
+                                   const struct attention_task *task, struct attention_room *room)
+{
+    const struct attention_args *args = work->args;
+    const struct segment *s = &args->batch->host_segments[task->segment];
+    for (uint32_t row = 0; row < task->rows; row++) {
+        size_t head = (size_t)(s->row + task->row + row) * args->dims.heads + task->head;
+        const float *q = (const float *)cpu_at(args->q) + head * ATTENTION_DIM;
+        float *to = room->q[row * work->share];
+        for (uint32_t k = 0; k < work->share * ATTENTION_DIM; k += VF)
+            vf_store(to + k, vf_mul(vf_load(q + k), vf_set(1.0f / 16)));
     }
 }
 
@@ -272,15 +386,51 @@ static void attention_finish(const struct attention_work *work, const struct att
 {
     const struct attention_args *args = work->args;
     const struct segment *s = &args->batch->host_segments[task->segment];
-    for (uint32_t i = 0; i < task->rows * work->group; i++) {
-        size_t head = (size_t)(s->row + task->row + i / work->group) * args->dims.heads +
-                      task->kv_head * work->group + i % work->group;
+    for (uint32_t i = 0; i < task->rows * work->share; i++) {
+        size_t head = (size_t)(s->row + task->row + i / work->share) * args->dims.heads +
+                      task->head + i % work->share;
         const float *gate = (const float *)cpu_at(args->qg) + (head * 2 + 1) * ATTENTION_DIM;
         float *y = (float *)cpu_at(args->y) + head * ATTENTION_DIM;
         vf scale = vf_set(1 / part->total[i]);
+        for (int d = 0; d < ATTENTION_DIM; d += ATTENTION_STRIP) {
+            vf x[2] = {vf_load(part->sum[i] + d), vf_load(part->sum[i] + d + VF)};
+            if (args->dims.kv_kind == KV_BF16)
+                vf_zip(x);
+            for (int h = 0; h < 2; h++)
+                vf_store(y + d + h * VF,
+                         vf_mul(vf_mul(x[h], scale), vf_sigmoid(vf_load(gate + d + h * VF))));
+        }
+    }
+}
+
+/* Positions pos..end-1, all of one page. */
+static void attention_page(const struct attention_work *work, const struct attention_task *task,
+                           uint32_t pos, uint32_t end, struct attention_room *room,
+                           struct attention_part *part)
+{
+    uint32_t queries = task->rows * work->share;
+    memset(part->sum, 0, queries * sizeof part->sum[0]);
+    for (uint32_t i = 0; i < queries; i++) {
+        part->top[i] = -1e30f; /* finite: -inf - -inf would be a NaN */
+        part->total[i] = 0;
+    }
+    for (; pos < end; pos += ATTENTION_TILE)
+        attention_tile(work, task, pos, end - pos < ATTENTION_TILE ? end - pos : ATTENTION_TILE,
+                       room, part);
+}
+
+/* Adds the next page's part. One that a query sees nothing of leaves it as it is, to the bit. */
+static void attention_join(struct attention_part *into, const struct attention_part *from,
+                           uint32_t queries)
+{
+    for (uint32_t i = 0; i < queries; i++) {
+        float top = into->top[i] > from->top[i] ? into->top[i] : from->top[i];
+        float a = expf(into->top[i] - top), b = expf(from->top[i] - top);
+        into->top[i] = top;
+        into->total[i] = into->total[i] * a + from->total[i] * b;
         for (int d = 0; d < ATTENTION_DIM; d += VF)
-            vf_store(y + d, vf_mul(vf_mul(vf_load(part->sum[i] + d), scale),
-                                   vf_sigmoid(vf_load(gate + d))));
+            vf_store(into->sum[i] + d, vf_fma(vf_load(from->sum[i] + d), vf_set(b),
+                                              vf_mul(vf_load(into->sum[i] + d), vf_set(a))));
     }
 }
 
@@ -289,57 +439,47 @@ static void attention_run(void *arg, uint32_t index, int worker)
     struct attention_work *work = arg;
     const struct attention_task *task = &work->task[index];
     struct attention_room *room = &work->room[worker];
-    struct attention_part *part = task->parts == 1 ? &room->part : &work->part[index];
-    uint32_t queries = task->rows * work->group;
-    memset(part->sum, 0, queries * sizeof part->sum[0]);
-    for (uint32_t i = 0; i < queries; i++) {
-        part->top[i] = -1e30f; /* finite: -inf - -inf would be a NaN */
-        part->total[i] = 0;
+    attention_load_queries(work, task, room);
+    if (task->parts != 1) {
+        attention_page(work, task, task->pos, task->end, room, &work->part[index]);
+        return;
     }
-    for (uint32_t pos = task->pos; pos < task->end; pos += ATTENTION_TILE)
-        attention_tile(work, task, pos,
-                       task->end - pos < ATTENTION_TILE ? task->end - pos : ATTENTION_TILE, room,
-                       part);
-    if (task->parts == 1)
-        attention_finish(work, task, part);
+    for (uint32_t pos = 0; pos < task->end; pos += KV_PAGE) {
+        uint32_t end = task->end - pos < KV_PAGE ? task->end : pos + KV_PAGE;
+        attention_page(work, task, pos, end, room, pos ? &room->page : &room->part);
+        if (pos)
+            attention_join(&room->part, &room->page, task->rows * work->share);
+    }
+    attention_finish(work, task, &room->part);
 }
 
 /* Joins the parts of a split into the first of them. */
-static void attention_join(void *arg, uint32_t index, int worker)
+static void attention_gather(void *arg, uint32_t index, int worker)
 {
     (void)worker;
     struct attention_work *work = arg;
     const struct attention_task *task = &work->task[index];
     if (task->parts <= 1)
         return;
-    struct attention_part *into = &work->part[index];
-    for (uint32_t i = 0; i < task->rows * work->group; i++)
-        for (uint32_t p = 1; p < task->parts; p++) {
-            const struct attention_part *from = &work->part[index + p];
-            float top = into->top[i] > from->top[i] ? into->top[i] : from->top[i];
-            float a = expf(into->top[i] - top), b = expf(from->top[i] - top);
-            into->top[i] = top;
-            into->total[i] = into->total[i] * a + from->total[i] * b;
-            for (int d = 0; d < ATTENTION_DIM; d += VF)
-                vf_store(into->sum[i] + d, vf_fma(vf_load(from->sum[i] + d), vf_set(b),
-                                                  vf_mul(vf_load(into->sum[i] + d), vf_set(a))));
-        }
-    attention_finish(work, task, into);
+    for (uint32_t p = 1; p < task->parts; p++)
+        attention_join(&work->part[index], &work->part[index + p], task->rows * work->share);
+    attention_finish(work, task, &work->part[index]);
 }
 
-/* How rows of one segment are cut; by shapes only. */
+/* Rows of one segment that a task takes. */
 static uint32_t attention_rows_a_task(uint32_t group)
 {
     return ATTENTION_QUERIES / group ? ATTENTION_QUERIES / group : 1;
 }
 
-static uint32_t attention_plan(struct attention_work *work, struct attention_task *task)
+/* Counts the tasks, and writes them where `task` is not null. */
+static uint32_t attention_plan(const struct attention_work *work, struct attention_task *task)
 {
     const struct batch_view *batch = work->args->batch;
     uint32_t n = 0, step = attention_rows_a_task(work->group);
     for (uint32_t i = 0; i < batch->segments; i++) {
         const struct segment *s = &batch->host_segments[i];
-        for (uint32_t j = 0; j < work->args->dims.kv_heads; j++)
+        for (uint32_t head = 0; head < work->args->dims.heads; head += work->share)
             for (uint32_t r = 0; r < s->rows; r += step) {
                 uint32_t rows = s->rows - r < step ? s->rows - r : step;
                 uint32_t end = s->pos + r + rows, parts = (end + KV_PAGE - 1) / KV_PAGE;
@@ -349,7 +489,8 @@ static uint32_t attention_plan(struct attention_work *work, struct attention_tas
                     if (task)
                         task[n] = (struct attention_task){
                             .segment = i,
-                            .kv_head = j,
+                            .kv_head = head / work->group,
+                            .head = head,
                             .row = r,
                             .rows = rows,
                             .pos = p * KV_PAGE,
@@ -365,7 +506,13 @@ void LEVEL(attention)(struct device *device, const struct attention_args *args)
 {
     struct attention_work work = {.args = args, .group = args->dims.heads / args->dims.kv_heads};
     assert(work.group <= ATTENTION_QUERIES);
+    work.share = work.group;
     work.tasks = attention_plan(&work, NULL);
+    /* Fewer heads a task widen the keys and values more than once: only where threads are idle. */
+    while (work.tasks < (uint32_t)device->threads && work.share % 4 == 0) {
+        work.share /= 2;
+        work.tasks = attention_plan(&work, NULL);
+    }
     work.task = cpu_scratch(device, 0, work.tasks, sizeof *work.task);
     work.room = cpu_scratch(device, 1, (size_t)device->threads, sizeof *work.room);
     if (!work.task || !work.room)
@@ -381,5 +528,5 @@ void LEVEL(attention)(struct device *device, const struct attention_args *args)
     }
     pool_run(device->pool, attention_run, &work, work.tasks);
     if (split)
-        pool_run(device->pool, attention_join, &work, work.tasks);
+        pool_run(device->pool, attention_gather, &work, work.tasks);
 }

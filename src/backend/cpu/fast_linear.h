@@ -69,6 +69,7 @@ void LEVEL(linear)(struct device *device, const struct linear_args *args)
         uint32_t left = rows - i * FAST_TILE_ROWS;
         work.tile[i] = fast_tile_place(memory + i * tile_bytes,
                                        left < FAST_TILE_ROWS ? left : FAST_TILE_ROWS, cols);
+        work.tile[i].one_method = device->deterministic;
     }
     pool_run(device->pool, linear_prepare, &work, rows);
     pool_run(device->pool, linear_multiply, &work, work.first_chunk[args->n] * work.tiles);

@@ -2,15 +2,20 @@
  *
  * The router works in f32: a flipped expert is the largest error that this model can make.
  *
- * Experts, few rows (decoding): every expert of every row is split by outputs; the down projections
- * of a row's experts run into one sum with the routing weights inside the activations' scales.
+ * Experts, few rows (decoding): every expert of every row is split by outputs.
  * Many rows (prompts): the pairs (row, expert) are sorted by expert, and a task is up to
- * FAST_TILE_ROWS rows of one expert, so its weights are decoded once and stay in the cache. */
+ * FAST_TILE_ROWS rows of one expert, so its weights are decoded once and stay in the cache.
+ * Both round the same activations and add the experts of a row in the same order; within a
+ * product their sums run in different orders, so last bits can differ (`deterministic`: one way
+ * for both). */
 #include "backend/cpu/fast_rows.h"
 
 #include <math.h>
 
-enum { MOE_PASS_ROWS = 1024 }; /* rows at a time: bounds the buffer of the experts' outputs */
+enum {
+    MOE_PASS_ROWS = 1024,  /* rows at a time: bounds the buffer of the experts' outputs */
+    MOE_ROUTE_OUTPUTS = 8, /* a task of the router computes: a few tasks for each of many threads */
+};
 
 /* ---- the router --------------------------------------------------------------------------- */
 
@@ -39,15 +44,15 @@ static void moe_route_multiply(void *arg, uint32_t task, int worker)
 {
     struct route_work *work = arg;
     const struct moe_route_args *args = work->args;
-    uint32_t tile = task % work->tiles, o = task / work->tiles * FAST_CHUNK;
-    uint32_t experts = args->dims.experts;
+    uint32_t tile = task % work->tiles, o = task / work->tiles * MOE_ROUTE_OUTPUTS;
+    uint32_t experts = args->dims.experts, left = experts - o;
     size_t first = (size_t)tile * FAST_TILE_ROWS;
     float *scratch = (float *)(work->scratch + (size_t)worker * work->scratch_bytes);
     if (o >= experts)
         fast_rows_f32(args->shared_router, 0, 0, 1, &work->tile[tile], false,
                       (float *)cpu_at(args->shared_gate) + first, 1, scratch);
     else
-        fast_rows_f32(args->router, 0, o, experts - o < FAST_CHUNK ? experts - o : FAST_CHUNK,
+        fast_rows_f32(args->router, 0, o, left < MOE_ROUTE_OUTPUTS ? left : MOE_ROUTE_OUTPUTS,
                       &work->tile[tile], false, work->logits + first * experts + o, experts,
                       scratch);
 }
@@ -89,7 +94,7 @@ void LEVEL(moe_route)(struct device *device, const struct moe_route_args *args)
     uint32_t rows = args->rows, hidden = args->dims.hidden, experts = args->dims.experts;
     struct route_work work = {.args = args,
                               .tiles = (rows + FAST_TILE_ROWS - 1) / FAST_TILE_ROWS,
-                              .chunks = (experts + FAST_CHUNK - 1) / FAST_CHUNK + 1,
+                              .chunks = (experts + MOE_ROUTE_OUTPUTS - 1) / MOE_ROUTE_OUTPUTS + 1,
                               .scratch_bytes = fast_rows_bytes(hidden)};
     size_t tile_bytes = fast_align(FAST_TILE_ROWS * sizeof(float *));
     char *memory = cpu_scratch(device, 0, work.tiles, tile_bytes);
@@ -139,6 +144,16 @@ static float moe_slot_scale(const struct moe_experts_args *args, uint32_t r, uin
                : ((const float *)cpu_at(args->shared_gate))[r];
 }
 
+/* x += scale * y, n values */
+SIMD_INLINE void moe_add(float *x, const float *y, float scale, uint32_t n)
+{
+    uint32_t k = 0;
+    for (; n - k >= VF; k += VF)
+        vf_store(x + k, vf_fma(vf_load(y + k), vf_set(scale), vf_load(x + k)));
+    for (; k < n; k++)
+        x[k] += y[k] * scale;
+}
+
 static void moe_few_gate_up(void *arg, uint32_t task, int worker)
 {
     (void)worker;
@@ -151,26 +166,13 @@ static void moe_few_gate_up(void *arg, uint32_t task, int worker)
         return;
     uint32_t count = width - o < FAST_CHUNK ? width - o : FAST_CHUNK;
     float g[FAST_CHUNK], u[FAST_CHUNK];
-    fast_rows_few(fast_codes_at(w[0], item, o), count, &work->h[r], 1, false, g, 0);
-    fast_rows_few(fast_codes_at(w[1], item, o), count, &work->h[r], 1, false, u, 0);
+    fast_rows_few(fast_codes_at(w[0], item, o), count, &work->h[r], 0, 1, false, g, 0);
+    fast_rows_few(fast_codes_at(w[1], item, o), count, &work->h[r], 0, 1, false, u, 0);
     for (uint32_t i = count; i < FAST_CHUNK; i++)
         g[i] = u[i] = 0;
     float *value = work->value + (size_t)pair * work->width_max + o;
     for (int i = 0; i < FAST_CHUNK; i += VF)
         vf_store(value + i, vf_mul(vf_silu(vf_load(g + i)), vf_load(u + i)));
-}
-
-/* The activations of one expert as integers, with its routing weight in their scales. */
-static void moe_few_round(struct few_work *work, uint32_t r, uint32_t s)
-{
-    uint32_t pair = r * work->slots + s;
-    struct fast_tile *act = &work->act[pair];
-    float scale = moe_slot_scale(work->args, r, s);
-    fast_tile_set_row(act, 0, work->value + (size_t)pair * work->width_max, true);
-    for (uint32_t g = 0; g < act->blocks; g++) {
-        act->scale[g] *= scale;
-        act->sum[g] *= scale;
-    }
 }
 
 static void moe_few_down(void *arg, uint32_t task, int worker)
@@ -181,19 +183,14 @@ static void moe_few_down(void *arg, uint32_t task, int worker)
     uint32_t hidden = work->args->dims.hidden;
     uint32_t count = hidden - o < FAST_CHUNK ? hidden - o : FAST_CHUNK;
     float *x = (float *)cpu_at(work->args->x) + (size_t)r * hidden + o;
-    vf acc[FAST_CHUNK];
-    for (uint32_t i = 0; i < count; i++)
-        acc[i] = vf_zero();
     for (uint32_t s = 0; s < work->slots; s++) {
         const struct weight *w[3];
         uint32_t item = moe_slot(work->args, r, s, w);
-        const struct fast_tile *act = &work->act[r * work->slots + s];
-        struct fast_codes codes = fast_codes_at(w[2], item, o);
-        for (uint32_t i = 0; i < count; i++)
-            dot4_row(fast_codes_next(codes, i, act->blocks), act, 0, 1, &acc[i]);
+        float y[FAST_CHUNK] = {0};
+        fast_rows_few(fast_codes_at(w[2], item, o), count, &work->act[r * work->slots + s], 0, 1,
+                      false, y, 0);
+        moe_add(x, y, moe_slot_scale(work->args, r, s), count);
     }
-    for (uint32_t i = 0; i < count; i++)
-        x[i] += vf_sum(acc[i]);
 }
 
 static void moe_experts_few(struct device *device, const struct moe_experts_args *args)
@@ -224,7 +221,8 @@ static void moe_experts_few(struct device *device, const struct moe_experts_args
     pool_run(device->pool, moe_few_gate_up, &work, rows * slots * work.chunks[0]);
     for (uint32_t r = 0; r < rows; r++)
         for (uint32_t s = 0; s < slots; s++)
-            moe_few_round(&work, r, s);
+            fast_tile_set_row(&work.act[r * slots + s], 0,
+                              work.value + (size_t)(r * slots + s) * work.width_max, true);
     pool_run(device->pool, moe_few_down, &work, rows * work.chunks[1]);
 }
 
@@ -245,6 +243,7 @@ struct many_work {
     float *y; /* f32 [rows of the pass, then entries; hidden]: the experts' outputs */
     char *scratch;
     size_t scratch_bytes, h_bytes, act_bytes, value_bytes;
+    bool one_method; /* of struct fast_tile */
 };
 
 /* Counting sort of the pairs by expert; a pass's shared rows come first, as the largest tasks. */
@@ -292,6 +291,7 @@ static void moe_many_task(void *arg, uint32_t index, int worker)
     memory += work->h_bytes;
     struct fast_tile act = fast_tile_place(memory, n, width);
     memory += work->act_bytes;
+    h.one_method = act.one_method = work->one_method;
     float *value = (float *)memory; /* f32 [n, width] */
     memory += work->value_bytes;
     float *g = (float *)memory, *u = g + FAST_TILE_ROWS * FAST_CHUNK; /* f32 [n, FAST_CHUNK] */
@@ -332,12 +332,7 @@ static void moe_many_sum(void *arg, uint32_t r, int worker)
     for (uint32_t s = 0; s <= topk; s++) {
         size_t at = s < topk ? work->rows + work->entry[r * topk + s] : r;
         const float *y = work->y + at * hidden;
-        float scale = moe_slot_scale(args, work->row0 + r, s);
-        uint32_t k = 0;
-        for (; hidden - k >= VF; k += VF)
-            vf_store(x + k, vf_fma(vf_load(y + k), vf_set(scale), vf_load(x + k)));
-        for (; k < hidden; k++)
-            x[k] += y[k] * scale;
+        moe_add(x, y, moe_slot_scale(args, work->row0 + r, s), hidden);
     }
 }
 
@@ -350,6 +345,7 @@ static void moe_experts_many(struct device *device, const struct moe_experts_arg
     size_t pairs = (size_t)rows * dims->topk;
     struct many_work work = {
         .args = args,
+        .one_method = device->deterministic,
         .h_bytes = fast_tile_bytes(FAST_TILE_ROWS, dims->hidden),
         .act_bytes = fast_tile_bytes(FAST_TILE_ROWS, width),
         .value_bytes = fast_align((size_t)FAST_TILE_ROWS * width * sizeof(float)),

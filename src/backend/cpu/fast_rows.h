@@ -20,8 +20,10 @@ static inline void fast_rows_decode(const struct weight *w, uint32_t item, uint3
     size_t index = (size_t)item * w->expert_stride + row;
     const uint8_t *data = (const uint8_t *)cpu_at(w->data) + index * cpu_weight_row_bytes(w);
     if (w->kind == WEIGHT_BF16 && w->cols % VF == 0) {
-        for (uint32_t k = 0; k < w->cols; k += VF)
+        for (uint32_t k = 0; k < w->cols; k += VF) {
+            __builtin_prefetch(data + 2 * (size_t)k + FAST_AHEAD);
             vf_store(out + k, vf_load_bf16((const uint16_t *)data + k));
+        }
     } else if (w->kind == WEIGHT_AFFINE && w->bits == 8) {
         size_t at = index * (w->cols / w->group);
         const uint16_t *scales = (const uint16_t *)cpu_at(w->scales) + at;
@@ -29,6 +31,7 @@ static inline void fast_rows_decode(const struct weight *w, uint32_t item, uint3
         for (uint32_t k = 0; k < w->cols; k += VF) {
             vf scale = vf_set(bf16_to_f32(scales[k / w->group]));
             vf bias = vf_set(bf16_to_f32(biases[k / w->group]));
+            __builtin_prefetch(data + k + FAST_AHEAD);
             vf_store(out + k, vf_fma(vf_load_u8(data + k), scale, bias));
         }
     } else {
@@ -42,29 +45,25 @@ SIMD_INLINE void fast_rows_put(float *to, float sum, bool add)
     *to = add ? *to + sum : sum;
 }
 
-/* f32: four decoded weight rows meet two rows of activations at a time. */
-SIMD_INLINE void fast_rows_dot(const float *w, uint32_t cols, const float *a, const float *b,
+/* f32: four decoded weight rows meet n rows of activations (a constant, 1 or 2) at a time. */
+SIMD_INLINE void fast_rows_dot(const float *w, uint32_t cols, const float *const *x, int n,
                                float sum[8])
 {
     vf acc[8];
-    for (int i = 0; i < 8; i++)
+    for (int i = 0; i < 4 * n; i++)
         acc[i] = vf_zero();
     uint32_t k = 0;
-    for (; cols - k >= VF; k += VF) {
-        vf x = vf_load(a + k), y = vf_load(b + k);
+    for (; cols - k >= VF; k += VF)
         for (int i = 0; i < 4; i++) {
             vf v = vf_load(w + (size_t)i * cols + k);
-            acc[i] = vf_fma(v, x, acc[i]);
-            acc[4 + i] = vf_fma(v, y, acc[4 + i]);
+            for (int t = 0; t < n; t++)
+                acc[4 * t + i] = vf_fma(v, vf_load(x[t] + k), acc[4 * t + i]);
         }
-    }
-    for (int i = 0; i < 8; i++)
+    for (int i = 0; i < 4 * n; i++)
         sum[i] = vf_sum(acc[i]);
     for (; k < cols; k++)
-        for (int i = 0; i < 4; i++) {
-            sum[i] += w[(size_t)i * cols + k] * a[k];
-            sum[4 + i] += w[(size_t)i * cols + k] * b[k];
-        }
+        for (int i = 0; i < 4 * n; i++)
+            sum[i] += w[(size_t)(i % 4) * cols + k] * x[i / 4][k];
 }
 
 static inline void fast_rows_f32(const struct weight *w, uint32_t item, uint32_t o, uint32_t count,
@@ -79,29 +78,52 @@ static inline void fast_rows_f32(const struct weight *w, uint32_t item, uint32_t
             else
                 memset(decoded + (size_t)i * x->cols, 0, (size_t)x->cols * sizeof *decoded);
         for (uint32_t t = 0; t < x->rows; t += 2) {
-            uint32_t u = t + 1 < x->rows ? t + 1 : t;
+            uint32_t pair = t + 1 < x->rows ? 2 : 1;
             float sum[8];
-            fast_rows_dot(decoded, x->cols, x->row[t], x->row[u], sum);
-            for (uint32_t i = 0; i < n; i++) {
-                fast_rows_put(out + t * ld + r + i, sum[i], add);
-                if (u != t)
-                    fast_rows_put(out + u * ld + r + i, sum[4 + i], add);
-            }
+            if (pair == 2)
+                fast_rows_dot(decoded, x->cols, x->row + t, 2, sum);
+            else
+                fast_rows_dot(decoded, x->cols, x->row + t, 1, sum);
+            for (uint32_t u = 0; u < pair; u++)
+                for (uint32_t i = 0; i < n; i++)
+                    fast_rows_put(out + (t + u) * ld + r + i, sum[4 * u + i], add);
         }
     }
 }
 
+/* Rows first..first+n-1 of the tile, n a constant up to FAST_FEW_ROWS. What a row gets does not
+ * depend on n. */
 SIMD_INLINE void fast_rows_few(struct fast_codes w, uint32_t count, const struct fast_tile *x,
-                               int n, bool add, float *out, size_t ld)
+                               uint32_t first, int n, bool add, float *out, size_t ld)
 {
     for (uint32_t r = 0; r < count; r++) {
         vf acc[FAST_FEW_ROWS];
         for (int t = 0; t < n; t++)
             acc[t] = vf_zero();
-        dot4_row(fast_codes_next(w, r, x->blocks), x, 0, n, acc);
+        dot4_row(fast_codes_next(w, r, x->blocks), x, first, n, acc);
         for (int t = 0; t < n; t++)
-            fast_rows_put(out + (size_t)t * ld + r, vf_sum(acc[t]), add);
+            fast_rows_put(out + (first + (size_t)t) * ld + r, vf_sum(acc[t]), add);
     }
+}
+
+static inline void fast_rows_by_rows(struct fast_codes w, uint32_t count, const struct fast_tile *x,
+                                     bool add, float *out, size_t ld)
+{
+    for (uint32_t first = 0; first < x->rows; first += FAST_FEW_ROWS)
+        switch (x->rows - first) {
+        case 1:
+            fast_rows_few(w, count, x, first, 1, add, out, ld);
+            break;
+        case 2:
+            fast_rows_few(w, count, x, first, 2, add, out, ld);
+            break;
+        case 3:
+            fast_rows_few(w, count, x, first, 3, add, out, ld);
+            break;
+        default:
+            fast_rows_few(w, count, x, first, 4, add, out, ld);
+            break;
+        }
 }
 
 /* out[t * ld + i] = (or +=) row o + i of matrix `item` times row t of the tile, i < count. */
@@ -114,18 +136,8 @@ static inline void fast_rows_multiply(const struct weight *w, uint32_t item, uin
         return;
     }
     struct fast_codes codes = fast_codes_at(w, item, o);
-    switch (x->rows) {
-    case 1:
-        fast_rows_few(codes, count, x, 1, add, out, ld);
-        return;
-    case 2:
-        fast_rows_few(codes, count, x, 2, add, out, ld);
-        return;
-    case 3:
-        fast_rows_few(codes, count, x, 3, add, out, ld);
-        return;
-    case 4:
-        fast_rows_few(codes, count, x, 4, add, out, ld);
+    if (fast_tile_by_rows(x)) {
+        fast_rows_by_rows(codes, count, x, add, out, ld);
         return;
     }
     float *factors = scratch, *panel = factors + 2 * (size_t)x->stride * DOT4_PANEL;

@@ -11,8 +11,9 @@ void ref_embed(struct device *device, const struct embed_args *args)
     const int32_t *tokens = cpu_at(args->batch->tokens);
     float *x = cpu_at(args->x);
     for (uint32_t r = 0; r < args->batch->rows; r++) {
-        assert(tokens[r] >= 0 && (uint32_t)tokens[r] < args->table->rows);
-        cpu_weight_read_row(args->table, 0, (uint32_t)tokens[r], x + (size_t)r * args->table->cols);
+        uint32_t token = tokens[r] < 0 ? 0 : (uint32_t)tokens[r];
+        assert(token < args->table->rows);
+        cpu_weight_read_row(args->table, 0, token, x + (size_t)r * args->table->cols);
     }
 }
 

@@ -2,7 +2,7 @@
  * an op is written once (fast_<family>.h) and compiled for each level (avx2_<family>.c, ...).
  *
  *   vf         VF floats; vf_load / vf_store need no alignment
- *   LEVEL(f)   the level's name of f: avx2_f, avx512_f, neon_f
+ *   LEVEL(f)   the level's name of f: avx2_f, avx512_f, neon_f, i8mm_f
  *
  * Each level's header defines the primitives that differ in instructions; the rest is below. */
 #ifndef BACKEND_CPU_SIMD_H

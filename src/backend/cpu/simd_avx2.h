@@ -106,6 +106,50 @@ SIMD_INLINE void vf_store_bf16(uint16_t *p, vf v)
     _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(w));
 }
 
+/* VF lanes of anything, such as two bf16 values each. */
+SIMD_INLINE vf vf_load_raw(const void *p)
+{
+    return _mm256_castsi256_ps(_mm256_loadu_si256(p));
+}
+
+/* The first, the second of each lane's two bf16 values. */
+SIMD_INLINE vf vf_first_bf16(vf v)
+{
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(v), 16));
+}
+
+SIMD_INLINE vf vf_second_bf16(vf v)
+{
+    __m256i high = _mm256_set1_epi32((int)0xffff0000);
+    return _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(v), high));
+}
+
+/* v[0] and v[1] lane by lane: 0 of v[0], 0 of v[1], 1 of v[0], ... */
+SIMD_INLINE void vf_zip(vf *v)
+{
+    vf a = _mm256_unpacklo_ps(v[0], v[1]), b = _mm256_unpackhi_ps(v[0], v[1]);
+    v[0] = _mm256_permute2f128_ps(a, b, 0x20);
+    v[1] = _mm256_permute2f128_ps(a, b, 0x31);
+}
+
+/* Lane j of vector i changes places with lane i of vector j. */
+SIMD_INLINE void vf_transpose(vf *r)
+{
+    vf t[8];
+    for (int i = 0; i < 8; i += 4) { /* 4 x 4 in each half: t[i + c] has columns c and c + 4 */
+        vf a = _mm256_unpacklo_ps(r[i], r[i + 1]), b = _mm256_unpackhi_ps(r[i], r[i + 1]);
+        vf c = _mm256_unpacklo_ps(r[i + 2], r[i + 3]), d = _mm256_unpackhi_ps(r[i + 2], r[i + 3]);
+        t[i] = _mm256_shuffle_ps(a, c, 0x44);
+        t[i + 1] = _mm256_shuffle_ps(a, c, 0xee);
+        t[i + 2] = _mm256_shuffle_ps(b, d, 0x44);
+        t[i + 3] = _mm256_shuffle_ps(b, d, 0xee);
+    }
+    for (int c = 0; c < 4; c++) {
+        r[c] = _mm256_permute2f128_ps(t[c], t[4 + c], 0x20);
+        r[4 + c] = _mm256_permute2f128_ps(t[c], t[4 + c], 0x31);
+    }
+}
+
 SIMD_INLINE vf vf_load_u8(const uint8_t *p)
 {
     return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)));

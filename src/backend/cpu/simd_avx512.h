@@ -98,6 +98,57 @@ SIMD_INLINE void vf_store_bf16(uint16_t *p, vf v)
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(w, 16)));
 }
 
+/* VF lanes of anything, such as two bf16 values each. */
+SIMD_INLINE vf vf_load_raw(const void *p)
+{
+    return _mm512_castsi512_ps(_mm512_loadu_si512(p));
+}
+
+/* The first, the second of each lane's two bf16 values. */
+SIMD_INLINE vf vf_first_bf16(vf v)
+{
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(v), 16));
+}
+
+SIMD_INLINE vf vf_second_bf16(vf v)
+{
+    __m512i high = _mm512_set1_epi32((int)0xffff0000);
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(v), high));
+}
+
+/* v[0] and v[1] lane by lane: 0 of v[0], 0 of v[1], 1 of v[0], ... */
+SIMD_INLINE void vf_zip(vf *v)
+{
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    vf a = _mm512_permutex2var_ps(v[0], low, v[1]);
+    v[1] = _mm512_permutex2var_ps(v[0], _mm512_add_epi32(low, _mm512_set1_epi32(8)), v[1]);
+    v[0] = a;
+}
+
+/* Lane j of vector i changes places with lane i of vector j. */
+SIMD_INLINE void vf_transpose(vf *r)
+{
+    vf t[16];
+    for (int i = 0; i < 16; i += 4) { /* 4 x 4 in each quarter: t[i + c] has columns c, c+4, ... */
+        vf a = _mm512_unpacklo_ps(r[i], r[i + 1]), b = _mm512_unpackhi_ps(r[i], r[i + 1]);
+        vf c = _mm512_unpacklo_ps(r[i + 2], r[i + 3]), d = _mm512_unpackhi_ps(r[i + 2], r[i + 3]);
+        t[i] = _mm512_shuffle_ps(a, c, 0x44);
+        t[i + 1] = _mm512_shuffle_ps(a, c, 0xee);
+        t[i + 2] = _mm512_shuffle_ps(b, d, 0x44);
+        t[i + 3] = _mm512_shuffle_ps(b, d, 0xee);
+    }
+    for (int c = 0; c < 4; c++) { /* 4 x 4 quarters */
+        vf even_a = _mm512_shuffle_f32x4(t[c], t[4 + c], 0x88);
+        vf even_b = _mm512_shuffle_f32x4(t[8 + c], t[12 + c], 0x88);
+        vf odd_a = _mm512_shuffle_f32x4(t[c], t[4 + c], 0xdd);
+        vf odd_b = _mm512_shuffle_f32x4(t[8 + c], t[12 + c], 0xdd);
+        r[c] = _mm512_shuffle_f32x4(even_a, even_b, 0x88);
+        r[4 + c] = _mm512_shuffle_f32x4(odd_a, odd_b, 0x88);
+        r[8 + c] = _mm512_shuffle_f32x4(even_a, even_b, 0xdd);
+        r[12 + c] = _mm512_shuffle_f32x4(odd_a, odd_b, 0xdd);
+    }
+}
+
 SIMD_INLINE vf vf_load_u8(const uint8_t *p)
 {
     return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));

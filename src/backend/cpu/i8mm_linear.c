@@ -1,0 +1,1 @@
+#include "backend/cpu/fast_linear.h"
