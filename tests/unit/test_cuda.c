@@ -10,6 +10,7 @@
 #include "backend/device.h"
 #include "base/mem.h"
 #include "base/rand.h"
+#include "engine/engine.h"
 #include "model/graph.h"
 
 #include <math.h>
@@ -17,7 +18,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { CTX = 16640, ROWS = 4096, SLOTS = 8, LENGTHS = 256 };
+enum { CTX = 16640, ROWS = 4096, SLOTS = 8, LENGTHS = 256, CAPPED_CTX = 8192 };
 
 static struct device *device;
 static struct model model;
@@ -274,12 +275,38 @@ static void too_much_is_refused(void **unused)
     assert_non_null(strstr(err.text, "GiB are free"));
 }
 
+/* With a cap the engine refuses before it reads weights, and names a context that then opens. */
+static void a_cap_names_what_fits(void **unused)
+{
+    (void)unused;
+    if (!device)
+        skip();
+    struct engine *engine = NULL;
+    struct engine_options options = {.model = "models/demo",
+                                     .backend = "cuda",
+                                     .ctx = CAPPED_CTX,
+                                     .chunk = 64,
+                                     .memory_bytes = 40 << 20};
+    struct err err = {0};
+    uint32_t largest = 0;
+    assert_false(engine_open(&options, &engine, &err));
+    assert_int_equal(err.kind, ERR_RESOURCE);
+    const char *named = strstr(err.text, "the largest context that fits is ");
+    assert_non_null(named);
+    assert_int_equal(sscanf(named, "the largest context that fits is %u", &largest), 1);
+    assert_in_range(largest, 1, CAPPED_CTX - 1);
+    options.ctx = largest;
+    assert_true(engine_open(&options, &engine, &err));
+    engine_close(engine);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(prefill_is_token_by_token),
         cmocka_unit_test(batches_are_their_sequences),
         cmocka_unit_test(too_much_is_refused),
+        cmocka_unit_test(a_cap_names_what_fits),
     };
     return cmocka_run_group_tests(tests, open_all, close_all);
 }

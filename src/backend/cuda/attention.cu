@@ -84,12 +84,7 @@ static __global__ void attention_append(const __grid_constant__ struct append_ar
 void cuda_kv_append(struct device *device, const struct kv_append_args *args)
 {
     struct append_args a = {};
-    a.segments = cuda_at<const struct segment>(args->batch->device_segments);
-    a.page_table = cuda_at<const uint32_t>(args->batch->page_table);
-    a.segment_count = args->batch->segments;
-    a.pages_max = args->batch->pages_max;
-    a.heads = args->dims.heads;
-    a.kv_heads = args->dims.kv_heads;
+    cuda_fill_pages(&a, args->batch, args->dims);
     a.eps = args->dims.eps;
     a.f32 = args->dims.kv_kind == KV_F32;
     for (int i = 0; i < ROTATED / 2; i++)
@@ -279,8 +274,7 @@ static __global__ void __launch_bounds__(WARPS * 32) attention_split(const struc
         for (int i = 0; i < 8; i++) /* / 16, and exponents to base 2 */
             q[h][i] = a.q[(row * a.heads + head + h) * DIM + lane * 8 + i] *
                       (0.0625f * 1.4426950408889634f);
-    struct softmax_state<P> s = {
-    };
+    struct softmax_state<P> s = {};
     s.top = -1e30f; /* below every score, and its difference to itself is a number */
     for (uint32_t pos = from + warp * 4; pos < to; pos += WARPS * 4) {
         uint64_t page = table[pos / KV_PAGE];
@@ -341,7 +335,7 @@ static void attention_run(struct device *device, const struct split_args &a, uin
 template <bool F32>
 static void attention_pack(struct device *device, const struct split_args &a, uint32_t rows)
 {
-    uint32_t group = a.heads / a.kv_heads;
+    uint32_t group = device->without & CUDA_PACKING ? 1 : a.heads / a.kv_heads;
     if (group % 8 == 0)
         attention_run<F32, 8>(device, a, rows);
     else if (group % 4 == 0)
@@ -356,6 +350,7 @@ static void attention_pack(struct device *device, const struct split_args &a, ui
 static uint32_t attention_parts(const struct device *device, uint32_t rows, uint32_t kv_heads)
 {
     uint32_t blocks = rows * kv_heads, parts = device->sms / blocks;
+    parts = device->without & CUDA_SPLIT ? 1 : parts;
     return parts < 1 ? 1 : parts > MERGE_PARTS ? MERGE_PARTS : parts;
 }
 
@@ -380,17 +375,7 @@ void cuda_attention(struct device *device, const struct attention_args *args)
 {
     const struct batch_view *batch = args->batch;
     struct split_args a = {};
-    a.segments = cuda_at<const struct segment>(batch->device_segments);
-    a.page_table = cuda_at<const uint32_t>(batch->page_table);
-    a.segment_count = batch->segments;
-    a.pages_max = batch->pages_max;
-    a.heads = args->dims.heads;
-    a.kv_heads = args->dims.kv_heads;
-    a.q = cuda_at<const float>(args->q);
-    a.qg = cuda_at<const float>(args->qg);
-    a.k_pages = cuda_at<const void>(args->k_pages);
-    a.v_pages = cuda_at<const void>(args->v_pages);
-    a.y = cuda_at<float>(args->y);
+    cuda_fill_attention(&a, args);
     bool f32 = args->dims.kv_kind == KV_F32, flash = cuda_flash_can(device, args), some = false;
     for (uint32_t i = 0, rows = 0; i < batch->segments; i++) { /* runs of short segments */
         const struct segment *seg = &batch->host_segments[i];

@@ -52,9 +52,12 @@ static bool cuda_take(struct device *device, uint64_t bytes, void **out, struct 
     return true;
 }
 
+static void cuda_scratch_free(struct device *device, enum cuda_scratch_slot slot);
+
 static bool cuda_alloc(struct device *device, uint64_t bytes, struct span *out, struct err *err)
 {
     struct span span = {nullptr, 0};
+    cuda_scratch_free(device, SCRATCH_UPLOAD); /* as a rule the weights are all there by now */
     if (!cuda_take(device, bytes, &span.base, err))
         return false;
     cuda_check(device, "memory could not be cleared",
@@ -87,15 +90,22 @@ static void cuda_free(struct device *device, struct span span)
         }
 }
 
-void *cuda_scratch(struct device *device, enum cuda_scratch_slot slot, uint64_t bytes)
+static void cuda_scratch_free(struct device *device, enum cuda_scratch_slot slot)
 {
-    if (device->scratch[slot].bytes >= bytes)
-        return device->scratch[slot].data;
+    if (!device->scratch[slot].data)
+        return;
     cudaStreamSynchronize(device->stream);
     cuda_drop_recordings(device);
     cudaFree(device->scratch[slot].data);
     device->scratch[slot].data = nullptr;
     device->scratch[slot].bytes = 0;
+}
+
+void *cuda_scratch(struct device *device, enum cuda_scratch_slot slot, uint64_t bytes)
+{
+    if (device->scratch[slot].bytes >= bytes)
+        return device->scratch[slot].data;
+    cuda_scratch_free(device, slot);
     cudaError_t error = cudaMalloc(&device->scratch[slot].data, bytes);
     if (error != cudaSuccess) {
         device->scratch[slot].data = nullptr;
@@ -153,12 +163,16 @@ static __global__ void weight_join_pairs(const uint16_t *scales, const uint16_t 
     out[i] = inside ? scales[from] | (uint32_t)biases[from] << 16 : 0;
 }
 
-/* Copies `count` matrices of `rows` rows, `stride` rows apart on the host, next to each other. */
+/* Copies `count` matrices of `rows` rows, `stride` rows apart on the host, next to each other. In
+ * one piece where they are one: what a copy of rows calls a row must be below 2 GB. */
 static cudaError_t cuda_upload(struct device *device, void *to, struct span from,
                                const struct weight *w, uint64_t row_bytes)
 {
-    return cudaMemcpy2DAsync(to, w->rows * row_bytes, (char *)from.base + from.offset,
-                             w->expert_stride * row_bytes, w->rows * row_bytes, w->count,
+    const char *at = (const char *)from.base + from.offset;
+    uint64_t bytes = w->rows * row_bytes;
+    if (w->count == 1 || w->expert_stride == w->rows)
+        return cudaMemcpyAsync(to, at, w->count * bytes, cudaMemcpyHostToDevice, device->stream);
+    return cudaMemcpy2DAsync(to, bytes, at, w->expert_stride * row_bytes, bytes, w->count,
                              cudaMemcpyHostToDevice, device->stream);
 }
 
@@ -242,15 +256,54 @@ static void cuda_write(struct device *device, struct span to, const void *from, 
     device->last_kernel = nullptr;
 }
 
+/* Through the two halves of the staging: the device fills one while the other is copied out. Writes
+ * that lie there have left it by then, since the stream is in order. */
+static cudaError_t cuda_read_staged(struct device *device, char *to, const char *from,
+                                    uint64_t bytes)
+{
+    const uint64_t half = CUDA_STAGING_BYTES / 2;
+    cudaError_t error = cudaSuccess;
+    for (uint64_t at = 0; at < bytes + half && error == cudaSuccess; at += half) {
+        uint64_t now = at / half % 2, before = at - half;
+        if (at < bytes) {
+            error = cudaMemcpyAsync(device->staging + now * half, from + at,
+                                    bytes - at < half ? bytes - at : half, cudaMemcpyDeviceToHost,
+                                    device->stream);
+            if (error == cudaSuccess)
+                error = cudaEventRecord(device->arrived[now], device->stream);
+        }
+        if (at == 0 || error != cudaSuccess)
+            continue;
+        error = cudaEventSynchronize(device->arrived[1 - now]);
+        if (error == cudaSuccess)
+            memcpy(to + before, device->staging + (1 - now) * half,
+                   bytes - before < half ? bytes - before : half);
+    }
+    return error;
+}
+
+/* Memory that is not pinned costs the driver a copy of its own, a piece after the other. */
 static void cuda_read(struct device *device, void *to, struct span from, uint64_t bytes)
 {
+    enum { LEAST_STAGED = 64 << 10 };
     if (!bytes)
         return;
-    cuda_check(
-        device, "a copy from the device failed",
-        cudaMemcpyAsync(to, cuda_at<char>(from), bytes, cudaMemcpyDeviceToHost, device->stream));
+    const char *at = cuda_at<const char>(from);
+    cuda_check(device, "a copy from the device failed",
+               bytes >= LEAST_STAGED
+                   ? cuda_read_staged(device, (char *)to, at, bytes)
+                   : cudaMemcpyAsync(to, at, bytes, cudaMemcpyDeviceToHost, device->stream));
     cuda_check(device, "the device failed", cudaStreamSynchronize(device->stream));
     device->staged_bytes = 0;
+}
+
+void cuda_look(struct device *device, const void *data, uint64_t bytes)
+{
+    void *host = malloc(bytes);
+    struct span span = {(void *)data, 0};
+    if (host)
+        cuda_read(device, host, span, bytes);
+    free(host);
 }
 
 static void cuda_copy(struct device *device, struct span to, struct span from, uint64_t bytes)
@@ -269,6 +322,7 @@ static bool cuda_sync(struct device *device, struct err *err)
         return true;
     err_set(err, device->error.kind, "%s", device->error.text);
     device->error.kind = ERR_NONE;
+    cuda_drop_recordings(device); /* one may lack what failed, or its scratch */
     return false;
 }
 
@@ -277,6 +331,8 @@ static bool cuda_sync(struct device *device, struct err *err)
 static bool cuda_step_begin(struct device *device, uint64_t key)
 {
     struct cuda_recording *r = nullptr;
+    if (device->without & (CUDA_GRAPHS | CUDA_ROUTING))
+        return false;
     for (int i = 0; i < CUDA_RECORDINGS && !r; i++)
         if (device->recordings[i].key == key || device->recordings[i].key == 0)
             r = &device->recordings[i];
@@ -311,8 +367,10 @@ static void cuda_step_end(struct device *device)
     if (!r)
         return;
     cudaError_t error = cudaStreamEndCapture(device->stream, &graph);
-    if (error == cudaSuccess)
+    if (error == cudaSuccess) {
         error = cudaGraphInstantiate(&r->exec, graph, 0);
+        r->exec = error == cudaSuccess ? r->exec : nullptr;
+    }
     if (error == cudaSuccess)
         error = cudaGraphLaunch(r->exec, device->stream);
     if (graph)
@@ -334,8 +392,12 @@ static void cuda_close(struct device *device)
     }
     for (int i = 0; i < SCRATCH_SLOTS; i++)
         cudaFree(device->scratch[i].data);
+    for (int i = 0; i < 2; i++)
+        if (device->arrived[i])
+            cudaEventDestroy(device->arrived[i]);
     cudaFreeHost(device->staging);
-    cudaStreamDestroy(device->stream);
+    if (device->stream)
+        cudaStreamDestroy(device->stream);
     free(device);
 }
 
@@ -354,6 +416,41 @@ static bool cuda_is_here(void)
 extern "C" const char *cuda_level_name(int i)
 {
     return i == 0 && cuda_is_here() ? "cuda" : nullptr;
+}
+
+extern "C" const char *cuda_absence(void)
+{
+    int count = 0;
+    cudaError_t error = cudaGetDeviceCount(&count);
+    cudaGetLastError();
+    return error == cudaErrorInsufficientDriver
+               ? "there is no NVIDIA driver, or it is older than the CUDA that this was built with"
+           : error != cudaSuccess ? cudaGetErrorString(error)
+           : count == 0           ? "there is no NVIDIA GPU"
+                                  : "the GPU is older than compute capability 8.0";
+}
+
+static const struct {
+    const char *name;
+    enum cuda_technique bit;
+} cuda_techniques[] = {
+    {"graphs", CUDA_GRAPHS},   {"overlap", CUDA_OVERLAP}, {"routing", CUDA_ROUTING},
+    {"grouped", CUDA_GROUPED}, {"batch", CUDA_BATCH},     {"packing", CUDA_PACKING},
+    {"split", CUDA_SPLIT},     {"flash", CUDA_FLASH},     {"chunks", CUDA_CHUNKS},
+};
+
+static bool cuda_leave_out(struct device *device, const char *name, struct err *err)
+{
+    char names[128] = "";
+    for (const auto &technique : cuda_techniques) {
+        size_t n = strlen(names);
+        if (!name || !strcmp(technique.name, name)) {
+            device->without = name ? technique.bit : 0;
+            return true;
+        }
+        snprintf(names + n, sizeof names - n, "%s%s", n ? ", " : "", technique.name);
+    }
+    return err_set(err, ERR_USAGE, "there is no technique '%s'; choose one of: %s", name, names);
 }
 
 static void cuda_fill(struct device *device)
@@ -381,38 +478,69 @@ static void cuda_fill(struct device *device)
     calls->step_end = cuda_step_end;
 }
 
+/* The stream, pinned memory, events, and counters that are zero. */
+static cudaError_t cuda_open_parts(struct device *device)
+{
+    cudaError_t error = cudaStreamCreateWithFlags(&device->stream, cudaStreamNonBlocking);
+    if (error == cudaSuccess)
+        error = cudaMallocHost((void **)&device->staging, CUDA_STAGING_BYTES);
+    for (int i = 0; i < 2 && error == cudaSuccess; i++)
+        error = cudaEventCreateWithFlags(&device->arrived[i], cudaEventDisableTiming);
+    if (error != cudaSuccess)
+        return error;
+    void *counters = cuda_scratch(device, SCRATCH_COUNTERS, CUDA_COUNTERS * sizeof(uint32_t));
+    if (!counters)
+        return cudaErrorMemoryAllocation;
+    /* on the stream: nothing orders another one before its kernels */
+    return cudaMemsetAsync(counters, 0, CUDA_COUNTERS * sizeof(uint32_t), device->stream);
+}
+
+/* What the GPU is and has. */
+static cudaError_t cuda_ask(struct device *device)
+{
+    cudaDeviceProp prop;
+    size_t left = 0, total = 0;
+    cudaError_t error = cudaSetDevice(0);
+    if (error == cudaSuccess)
+        error = cudaGetDeviceProperties(&prop, 0);
+    if (error == cudaSuccess)
+        error = cudaMemGetInfo(&left, &total);
+    if (error != cudaSuccess)
+        return error;
+    device->head.kv_kind = KV_BF16;
+    /* Larger is faster as far as measured. Scratch grows with it: the 35B model's 157 KB a row. */
+    device->head.prefill_rows = total >> 36 ? 8192 : 2048;
+    uint64_t scratch = device->head.prefill_rows * (160ull << 10);
+    device->head.memory_bytes = left > scratch ? left - scratch : left;
+    device->sms = prop.multiProcessorCount;
+    device->shared_limit = choice_shared_limit((uint32_t)prop.sharedMemPerBlockOptin);
+    device->warpgroups = prop.major == 9 && prop.minor == 0;
+    return error;
+}
+
 extern "C" bool cuda_open(const char *level, const struct device_options *options,
                           struct device **out, struct err *err)
 {
-    (void)options;
     if (!cuda_is_here())
         return err_set(err, ERR_USAGE, "this machine has no device '%s'", level);
     struct device *device = (struct device *)calloc(1, sizeof *device);
     if (!device)
         return err_set(err, ERR_RESOURCE, "out of memory: the device's record");
-    cudaDeviceProp prop;
-    cudaError_t error = cudaSetDevice(0);
-    if (error == cudaSuccess)
-        error = cudaGetDeviceProperties(&prop, 0);
-    if (error == cudaSuccess)
-        error = cudaStreamCreateWithFlags(&device->stream, cudaStreamNonBlocking);
-    if (error == cudaSuccess)
-        error = cudaMallocHost((void **)&device->staging, CUDA_STAGING_BYTES);
     device->head.name = "cuda";
-    void *counters = nullptr;
-    if (error == cudaSuccess)
-        counters = cuda_scratch(device, SCRATCH_COUNTERS, CUDA_COUNTERS * sizeof(uint32_t));
-    if (counters)
-        error = cudaMemset(counters, 0, CUDA_COUNTERS * sizeof(uint32_t));
-    if (error != cudaSuccess || !counters) {
+    if (!cuda_leave_out(device, options->without, err)) {
         free(device);
-        return err_set(err, ERR_RESOURCE, "the GPU could not be opened: %s",
+        return false;
+    }
+    cudaError_t error = cuda_ask(device);
+    if (error == cudaSuccess)
+        error = cuda_open_parts(device);
+    if (error != cudaSuccess) {
+        cudaGetLastError();
+        cuda_close(device);
+        return err_set(err, ERR_RESOURCE,
+                       "the GPU could not be opened: %s; is it in use by others?",
                        cudaGetErrorString(error));
     }
-    device->head.kv_kind = KV_BF16;
-    device->head.memory_bytes = prop.totalGlobalMem;
-    device->sms = prop.multiProcessorCount;
-    device->warpgroups = prop.major == 9 && prop.minor == 0;
     cuda_fill(device);
     *out = device;
     return true;

@@ -8,6 +8,10 @@
  * a driver the backend is just not there. */
 const char *cuda_level_name(int i);
 
+/* Why cuda_level_name has none. */
+const char *cuda_absence(void);
+
+/* options->without: a name of cuda_techniques (internal.cuh); an error lists them. */
 bool cuda_open(const char *level, const struct device_options *options, struct device **out,
                struct err *err);
 

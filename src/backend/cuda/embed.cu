@@ -6,7 +6,7 @@ static __global__ void embed_any(struct matrix table, const int32_t *tokens, flo
     overlap_wait();
     overlap_next();
     uint32_t row = blockIdx.x;
-    uint64_t token = (uint32_t)tokens[row];
+    uint64_t token = (uint32_t)max(tokens[row], 0);
     for (uint32_t k = threadIdx.x; k < table.cols; k += blockDim.x)
         x[(uint64_t)row * table.cols + k] = matrix_at(table, token, k);
 }

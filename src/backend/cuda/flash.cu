@@ -269,26 +269,16 @@ static __global__ void __launch_bounds__(256, 1) attention_flash(const struct fl
 bool cuda_flash_can(const struct device *device, const struct attention_args *args)
 {
     uint32_t group = args->dims.heads / args->dims.kv_heads;
-    return device->warpgroups && args->dims.kv_kind == KV_BF16 && group <= 8 &&
-           (group & (group - 1)) == 0;
+    return device->warpgroups && !(device->without & CUDA_FLASH) && args->dims.kv_kind == KV_BF16 &&
+           group <= 8 && (group & (group - 1)) == 0;
 }
 
 void cuda_flash(struct device *device, const struct attention_args *args)
 {
     const struct batch_view *batch = args->batch;
     struct flash_args a = {};
-    a.segments = cuda_at<const struct segment>(batch->device_segments);
-    a.page_table = cuda_at<const uint32_t>(batch->page_table);
-    a.segment_count = batch->segments;
-    a.pages_max = batch->pages_max;
-    a.heads = args->dims.heads;
-    a.kv_heads = args->dims.kv_heads;
+    cuda_fill_attention(&a, args);
     a.group = a.heads / a.kv_heads;
-    a.q = cuda_at<const float>(args->q);
-    a.qg = cuda_at<const float>(args->qg);
-    a.k_pages = cuda_at<const __nv_bfloat16>(args->k_pages);
-    a.v_pages = cuda_at<const __nv_bfloat16>(args->v_pages);
-    a.y = cuda_at<float>(args->y);
     uint32_t rows = PAIRS / a.group, blocks = 0;
     for (uint32_t i = 0; i < batch->segments; i++)
         if (batch->host_segments[i].rows >= FLASH_ROWS)

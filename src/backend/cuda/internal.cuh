@@ -10,27 +10,43 @@
 #define BACKEND_CUDA_INTERNAL_CUH
 
 extern "C" {
+#include "backend/cuda/choice.h"
 #include "backend/cuda/cuda.h"
 #include "backend/op.h"
 }
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 enum cuda_scratch_slot {
-    SCRATCH_NORMED,    /* normalised rows, f32 or packed bf16 */
+    SCRATCH_NORMED,    /* normalised rows: f32, f16 or digits */
     SCRATCH_ATTENTION, /* partial sums of split attention */
-    SCRATCH_DELTA,     /* convolved rows and gates */
-    SCRATCH_EXPERTS,   /* activations between the experts' two halves */
+    SCRATCH_DELTA,     /* what the kernels of the chunked scan leave for each other */
+    SCRATCH_EXPERTS,   /* experts' activations of few rows; their outputs, before they are summed */
     SCRATCH_ROUTE,     /* router logits, lists of rows by expert */
-    SCRATCH_PACKED,    /* experts' activations as packed bf16 */
+    SCRATCH_PACKED,    /* experts' input as digits, or as f16 with their activations */
     SCRATCH_SAMPLE,    /* partial results of argmax */
     SCRATCH_COUNTERS,  /* u32 counters, always zero between kernels */
-    SCRATCH_UPLOAD,    /* a weight as the checkpoint stores it */
+    SCRATCH_UPLOAD,    /* a weight as the checkpoint stores it, while weights are loaded */
     SCRATCH_SLOTS,
 };
 
 enum { CUDA_COUNTERS = 1 << 16, CUDA_STAGING_BYTES = 1 << 20, CUDA_RECORDINGS = 64 };
+
+/* What device_options can leave out, bits of device.without. Each has another way, which needs no
+ * kernel of its own. */
+enum cuda_technique {
+    CUDA_GRAPHS = 1 << 0,  /* a decoding step is one graph; without: a launch a kernel */
+    CUDA_OVERLAP = 1 << 1, /* kernels overlap; without: each waits for the end of the last */
+    CUDA_ROUTING = 1 << 2, /* routes stay on the device; without: the host reads each layer's */
+    CUDA_GROUPED = 1 << 3, /* prompts by expert; without: each row reads its own experts */
+    CUDA_BATCH = 1 << 4,   /* a batch reads weights once; without: as few rows, or as prompts */
+    CUDA_PACKING = 1 << 5, /* heads share loads in decode attention; without: each has its own */
+    CUDA_SPLIT = 1 << 6,   /* decode attention in parts; without: a block a row and KV head */
+    CUDA_FLASH = 1 << 7,   /* prompts' attention in tiles; without: as decoding, a row a block */
+    CUDA_CHUNKS = 1 << 8,  /* prompts' delta rule in chunks; without: a token at a time */
+};
 
 struct cuda_block; /* an allocation, cuda.cu */
 
@@ -44,15 +60,19 @@ struct device {
     struct device_head head; /* first */
     cudaStream_t stream;
     int sms;
-    bool warpgroups; /* compute capability 9.0: sm_90a code runs */
-    struct err error; /* the first since the last sync */
+    uint32_t shared_limit; /* choice_shared_limit of this GPU */
+    bool warpgroups;       /* compute capability 9.0: sm_90a code runs; elsewhere 8.0's, in which
+                      * overlap_wait, clusters and warpgroup products are left out */
+    uint32_t without;      /* enum cuda_technique */
+    struct err error;      /* the first since the last sync */
     struct cuda_block *blocks;
     struct {
         void *data;
         uint64_t bytes;
     } scratch[SCRATCH_SLOTS];
-    char *staging; /* pinned, for small transfers; writes go round it, reads use its start */
+    char *staging; /* pinned: small writes go round it, large reads use its halves */
     uint64_t staged_bytes;
+    cudaEvent_t arrived[2]; /* a half of a read */
     struct cuda_recording recordings[CUDA_RECORDINGS];
     struct cuda_recording *running; /* being recorded */
     const void *last_kernel;        /* launched, to keep a kernel from overlapping itself */
@@ -64,6 +84,9 @@ void cuda_fail(struct device *device, enum err_kind kind, const char *what, cuda
 /* Scratch of at least so many bytes, or null with the error noted. Grows to the largest batch seen
  * and stays, so a step of a size that has run before allocates nothing. */
 void *cuda_scratch(struct device *device, enum cuda_scratch_slot slot, uint64_t bytes);
+
+/* The host looks at device memory as routing elsewhere would have it; see CUDA_ROUTING. */
+void cuda_look(struct device *device, const void *data, uint64_t bytes);
 
 static inline uint32_t *cuda_counters(struct device *device)
 {
@@ -80,16 +103,23 @@ static inline uint32_t cuda_ceil(uint64_t n, uint64_t by)
     return (uint32_t)((n + by - 1) / by);
 }
 
-/* Launches kernel(args) on the stream, overlapping the end of the kernel before it. */
+/* Launches kernel(args) on the stream, overlapping the end of the kernel before it: only where the
+ * code that runs has overlap_wait, since without it nothing else orders the two. */
 template <typename... P, typename... A>
 static inline void cuda_launch(struct device *device, void (*kernel)(P...), dim3 grid, int threads,
                                size_t shared_bytes, A... args)
 {
     if (grid.x == 0 || grid.y == 0 || grid.z == 0)
         return;
+    cudaError_t error = cudaSuccess;
     if (shared_bytes > 48 * 1024)
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             (int)shared_bytes);
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     (int)shared_bytes);
+    if (error != cudaSuccess) {
+        cuda_fail(device, ERR_INTERNAL, "a kernel needs more shared memory than this GPU has",
+                  error);
+        return;
+    }
     cudaLaunchAttribute overlap;
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = device->last_kernel != (void *)kernel;
@@ -102,8 +132,8 @@ static inline void cuda_launch(struct device *device, void (*kernel)(P...), dim3
     config.dynamicSmemBytes = shared_bytes;
     config.stream = device->stream;
     config.attrs = &overlap;
-    config.numAttrs = 1;
-    cudaError_t error = cudaLaunchKernelEx(&config, kernel, static_cast<P>(args)...);
+    config.numAttrs = device->warpgroups && !(device->without & CUDA_OVERLAP) ? 1 : 0;
+    error = cudaLaunchKernelEx(&config, kernel, static_cast<P>(args)...);
     if (error != cudaSuccess)
         cuda_fail(device, ERR_INTERNAL, "a kernel could not be started", error);
     device->last_kernel = (void *)kernel;
@@ -198,6 +228,22 @@ static __device__ __forceinline__ uint32_t bf16_pair(float low, float high)
 {
     __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
     return *reinterpret_cast<uint32_t *>(&v);
+}
+
+static __device__ __forceinline__ float f16_clamp(float v)
+{
+    return fminf(fmaxf(v, -65504.0f), 65504.0f);
+}
+
+static __device__ __forceinline__ uint32_t f16_pair(float low, float high)
+{
+    __half2 v = __floats2half2_rn(f16_clamp(low), f16_clamp(high));
+    return *reinterpret_cast<uint32_t *>(&v);
+}
+
+static __device__ __forceinline__ float2 f16_floats(uint32_t pair)
+{
+    return __half22float2(*reinterpret_cast<__half2 *>(&pair));
 }
 
 static __device__ __forceinline__ float warp_sum(float v)
@@ -310,6 +356,27 @@ static __device__ __forceinline__ void mma_f16(float *d, const uint32_t a[4], ui
                  "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/* Four 8 x 8 blocks of f16 from shared memory; lane i gives where row i % 8 of block i / 8 lies.
+ * r[n] of lane i: row i / 4, columns i % 4 * 2 and + 1 of block n. */
+static __device__ __forceinline__ void load_matrices(uint32_t r[4], const void *row)
+{
+    uint32_t at = (uint32_t)__cvta_generic_to_shared(row);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(at)
+                 : "memory");
+}
+
+/* The same, each block transposed: column i / 4, rows i % 4 * 2 and + 1. */
+static __device__ __forceinline__ void load_transposed(uint32_t r[4], const void *row)
+{
+    uint32_t at = (uint32_t)__cvta_generic_to_shared(row);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(at)
+                 : "memory");
 }
 
 /* d += a b, a u8 16 x 32, b s8 32 x 8, d s32 16 x 8. */

@@ -1,13 +1,14 @@
 /* Projections.
  *
- * Up to LINEAR_STEP_ROWS rows ("step", LINEAR_STEPS times): tiles of 16 outputs go round the blocks;
- * warps of a block share the columns, and tensor cores form exact products (tile_step). Bytes
- * of weights bound it: every weight is read once, and the first while the kernel before still runs.
- * More rows: prefill.cu's matrix product. Weights that are not tiled: one warp an output. */
+ * Up to LINEAR_STEP_ROWS rows ("step"): tiles of 16 outputs go round the blocks; warps of a block
+ * share the columns, and tensor cores form exact products (tile_step). Bytes of weights bound it:
+ * every weight is read once, and the first while the kernel before still runs. More rows: batch.cu,
+ * then prefill.cu; a few more in steps where batch.cu does not take the shape. Weights that are not
+ * tiled: a warp an output, or blocks of 64 x 64 in f32. */
 #include "backend/cuda/ops.cuh"
 
-enum { LINEAR_STEP_ROWS = 4, LINEAR_STEPS = 2 };
-enum { STEP_WARPS = 32, STEP_ROUND = 4, STEP_SLOTS = 5, STEP_FETCH_BYTES = 92160 };
+enum { LINEAR_STEP_ROWS = CHOICE_STEP_ROWS, LINEAR_STEPS = 2 /* at most */ };
+enum { STEP_WARPS = CHOICE_STEP_WARPS, STEP_ROUND = CHOICE_STEP_ROUND };
 
 /* ---- any rows, any weight ----------------------------------------------------------------- */
 
@@ -157,20 +158,30 @@ static __device__ __forceinline__ void step_fetch(const struct linear_step_args 
 static __device__ __forceinline__ void step_arrived(uint32_t slots)
 {
     switch (slots) {
-    case 1: copy_wait<0>(); break;
-    case 2: copy_wait<1>(); break;
-    case 3: copy_wait<2>(); break;
-    case 4: copy_wait<3>(); break;
-    default: copy_wait<4>(); break;
+    case 1:
+        copy_wait<0>();
+        break;
+    case 2:
+        copy_wait<1>();
+        break;
+    case 3:
+        copy_wait<2>();
+        break;
+    case 4:
+        copy_wait<3>();
+        break;
+    default:
+        copy_wait<4>();
+        break;
     }
     __syncwarp();
 }
 
 /* Packs groups from..to of all rows (times gain) and leaves their sums of squares. */
 static __device__ __forceinline__ void step_pack_own(const struct linear_step_args &a,
-                                                     uint4 *packed, float2 *scales,
-                                                     float *squares, uint32_t from,
-                                                     uint32_t to, const float early[8])
+                                                     uint4 *packed, float2 *scales, float *squares,
+                                                     uint32_t from, uint32_t to,
+                                                     const float early[8])
 {
     uint32_t lane = threadIdx.x % 32;
     for (uint32_t r = 0; r < a.rows; r++) {
@@ -242,8 +253,8 @@ static __global__ void __launch_bounds__(STEP_WARPS * 32)
     float *red = (float *)space; /* f32 [STEP_ROUND][STEP_WARPS][rows][16] */
     uint4 *packed = space + STEP_ROUND * STEP_WARPS * 4 * a.rows;
     float2 *scales = (float2 *)(packed + groups * 8 * a.rows);
-    uint4 *slot0 = packed + groups * 8 * a.rows + (groups * a.rows + 1) / 2 +
-                   warp * a.slots * most * 36;
+    uint4 *slot0 =
+        packed + groups * 8 * a.rows + (groups * a.rows + 1) / 2 + warp * a.slots * most * 36;
     uint32_t at = blockIdx.x + warp / a.share * gridDim.x;
     for (uint32_t i = 0; i < a.slots; i++)
         step_fetch(a, slot0 + i * most * 36, at + i * stride, from, n, most);
@@ -288,43 +299,40 @@ static __global__ void __launch_bounds__(STEP_WARPS * 32)
     }
 }
 
-static void linear_step(struct device *device, const struct linear_args *args, uint32_t first,
-                        uint32_t rows)
+/* All rows, as many at a time as fit; false: not even one does. */
+static bool linear_step(struct device *device, const struct linear_args *args)
 {
-    struct linear_step_args a = {};
-    a.cols = args->weight[0]->cols;
-    a.rows = rows;
-    a.x = cuda_at<const float>(args->x);
-    a.select = cuda_at<const uint32_t>(args->select);
-    if (a.select)
-        a.select += first;
-    else
-        a.x += (uint64_t)first * a.cols;
-    a.gain = cuda_at<const float>(args->gain);
-    a.eps = args->eps;
-    a.add = args->add;
-    for (uint32_t i = 0; i < LINEAR_MAX; i++) {
-        if (i < args->n) {
-            struct matrix m = cuda_matrix(args->weight[i]);
-            a.data[i] = (const uint4 *)m.data;
-            a.pairs[i] = (const uint4 *)m.pairs;
-            a.outs[i] = m.rows;
-            a.out[i] = cuda_at<float>(args->out[i]) + (uint64_t)first * m.rows;
-        }
-        a.first_tile[i + 1] = a.first_tile[i] + (a.outs[i] + 15) / 16;
+    struct linear_step_args all = {};
+    all.cols = args->weight[0]->cols;
+    all.x = cuda_at<const float>(args->x);
+    all.select = cuda_at<const uint32_t>(args->select);
+    all.gain = cuda_at<const float>(args->gain);
+    all.eps = args->eps;
+    all.add = args->add;
+    cuda_fill_linear(&all, args);
+    for (uint32_t i = 0; i < LINEAR_MAX; i++)
+        all.first_tile[i + 1] = all.first_tile[i] + (all.outs[i] + 15) / 16;
+    uint32_t tiles = all.first_tile[LINEAR_MAX], sms = device->sms;
+    for (uint32_t first = 0; first < args->rows;) {
+        struct choice_step step =
+            choice_step(all.cols / 64, tiles, args->rows - first, sms, device->shared_limit);
+        if (!step.rows)
+            return false;
+        struct linear_step_args a = all;
+        a.rows = step.rows;
+        a.share = step.share;
+        a.slots = step.slots;
+        if (a.select)
+            a.select += first;
+        else
+            a.x += (uint64_t)first * a.cols;
+        for (uint32_t i = 0; i < args->n; i++)
+            a.out[i] += (uint64_t)first * a.outs[i];
+        cuda_launch(device, linear_q4_step, dim3(tiles < sms ? tiles : sms), STEP_WARPS * 32,
+                    step.shared_bytes, a);
+        first += step.rows;
     }
-    uint32_t groups = a.cols / 64, tiles = a.first_tile[LINEAR_MAX], blocks = tiles;
-    if (blocks > (uint32_t)device->sms)
-        blocks = device->sms;
-    a.share = tiles > blocks ? STEP_WARPS / 2 : STEP_WARPS;
-    uint32_t round_bytes = STEP_WARPS * cuda_ceil(groups, a.share) * 576;
-    uint32_t rounds = cuda_ceil(tiles, blocks * (STEP_WARPS / a.share));
-    a.slots = STEP_FETCH_BYTES / round_bytes;
-    a.slots = a.slots > STEP_SLOTS ? STEP_SLOTS : a.slots;
-    a.slots = a.slots > rounds ? rounds : a.slots < 1 ? 1 : a.slots;
-    size_t shared = (size_t)(groups * 128 + STEP_ROUND * STEP_WARPS * 64) * rows +
-                    (groups * rows + 1) / 2 * 16 + (size_t)a.slots * round_bytes;
-    cuda_launch(device, linear_q4_step, dim3(blocks), STEP_WARPS * 32, shared, a);
+    return true;
 }
 
 /* ---- the op ------------------------------------------------------------------------------- */
@@ -332,15 +340,13 @@ static void linear_step(struct device *device, const struct linear_args *args, u
 void cuda_linear(struct device *device, const struct linear_args *args)
 {
     uint32_t cols = args->weight[0]->cols;
-    bool tiled = true;
+    bool tiled = true, batch = args->rows > BATCH_LEAST && !(device->without & CUDA_BATCH);
     for (uint32_t i = 0; i < args->n; i++)
         tiled = tiled && cuda_is_tiled(args->weight[i]);
-    if (tiled && args->rows <= LINEAR_STEP_ROWS * LINEAR_STEPS) {
-        for (uint32_t r = 0; r < args->rows; r += LINEAR_STEP_ROWS)
-            linear_step(device, args, r,
-                        args->rows - r < LINEAR_STEP_ROWS ? args->rows - r : LINEAR_STEP_ROWS);
+    if (tiled && batch && cuda_batch_linear(device, args))
         return;
-    }
+    if (tiled && args->rows <= LINEAR_STEP_ROWS * LINEAR_STEPS && linear_step(device, args))
+        return;
     const float *x = cuda_at<const float>(args->x);
     const uint32_t *select = cuda_at<const uint32_t>(args->select);
     const float *gain = cuda_at<const float>(args->gain);

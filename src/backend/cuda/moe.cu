@@ -1,19 +1,18 @@
 /* Router and experts.
  *
- * Few rows ("step"): the router is one launch, whose last block of a row picks the experts; then
- * gate and up with SiLU (a block owns 16 outputs of one chosen expert), then down (a block owns 16
- * outputs, a warp an expert) with the weighted sum and the residual. Each row reads its own
- * experts. Many rows: prefill.cu. Weights that are not tiled: one warp an output. */
+ * Few rows ("step"): the router is one launch, in which a row's last block, or its cluster's first,
+ * picks the experts; then gate and up with SiLU (a block owns 16 outputs of one chosen expert);
+ * then down (a block owns 16 outputs, two warps an expert) with the weighted sum and the residual.
+ * Each row reads its own experts. More rows: batch.cu, then prefill.cu. Weights that are not tiled:
+ * a warp an output. */
 #include "backend/cuda/ops.cuh"
 
 #include <cooperative_groups.h>
-#include <cuda_fp16.h>
 #include <math.h>
 
-enum { STEP_ROWS = 8, ROUTER_WARPS = 8, ROUTER_LOADS = 4, DOWN_WARPS = 24 };
-enum { UP_WARPS = 8, UP_GROUP = 8 + 1 + 2 * 36 /* uint4 of shared memory a group of 64 columns */ };
-enum { ROUTE_EXPERTS_MAX = 1024, ROUTE_CLUSTER = 16, ROUTE_WARPS = 17,
-       CLUSTER_ROWS = 64 };
+enum { STEP_ROWS = 8, ROUTER_WARPS = 8, ROUTER_LOADS = 4, DOWN_WARPS = CHOICE_DOWN_WARPS };
+enum { UP_WARPS = CHOICE_UP_WARPS, UP_GROUP = CHOICE_UP_GROUP };
+enum { ROUTE_EXPERTS_MAX = 1024, ROUTE_CLUSTER = 16, ROUTE_WARPS = 17, CLUSTER_ROWS = 64 };
 
 /* ---- choosing ----------------------------------------------------------------------------- */
 
@@ -103,6 +102,57 @@ static __device__ __forceinline__ float dot_8bit(uint4 codes, uint32_t pair, con
     return bf16_low(pair) * dot + bf16_high(pair) * sum;
 }
 
+/* The lane's first pieces of 16 codes of row e of a router, and their pairs; none unless `used`. */
+static __device__ __forceinline__ void route_fetch(uint4 w[ROUTER_LOADS],
+                                                   uint32_t pair[ROUTER_LOADS],
+                                                   const struct matrix &m, uint32_t e,
+                                                   uint32_t pieces, bool used)
+{
+    uint32_t lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < ROUTER_LOADS; i++)
+        if (used && i * 32 + lane < pieces) {
+            w[i] = __ldg((const uint4 *)m.data + e * pieces + i * 32 + lane);
+            pair[i] = __ldg(m.pairs + (e * pieces + i * 32 + lane) / 4);
+        }
+}
+
+/* Their product with h. */
+static __device__ __forceinline__ float route_dot(const uint4 w[ROUTER_LOADS],
+                                                  const uint32_t pair[ROUTER_LOADS],
+                                                  const float4 *h, uint32_t pieces, bool used)
+{
+    uint32_t lane = threadIdx.x % 32;
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < ROUTER_LOADS; i++)
+        if (used && i * 32 + lane < pieces)
+            sum += dot_8bit(w[i], pair[i], h, i * 32 + lane);
+    return sum;
+}
+
+/* h = rms_norm(x; gain) of a row, spread; the row's first block leaves it for the experts too. */
+static __device__ __forceinline__ void route_norm(const struct route_args &a, uint64_t row,
+                                                  float4 early, float4 *h, float *part)
+{
+    const float4 *x = (const float4 *)(a.x + row * a.hidden);
+    float square = 0;
+    for (uint32_t k = threadIdx.x; k < a.hidden / 4; k += blockDim.x) {
+        float4 v = x[k];
+        h[spread(k)] = v;
+        square += (v.x * v.x + v.y * v.y) + (v.z * v.z + v.w * v.w);
+    }
+    float scale = rsqrtf(block_sum(square, part) / a.hidden + a.eps);
+    for (uint32_t k = threadIdx.x; k < a.hidden / 4; k += blockDim.x) {
+        float4 v = h[spread(k)], g = k == threadIdx.x ? early : ((const float4 *)a.gain)[k];
+        v = make_float4(v.x * scale * g.x, v.y * scale * g.y, v.z * scale * g.z, v.w * scale * g.w);
+        h[spread(k)] = v;
+        if (blockIdx.x == 0)
+            ((float4 *)(a.h + row * a.hidden))[k] = v;
+    }
+    __syncthreads();
+}
+
 /* A warp an expert (the last: the shared one); 8-bit weights in groups of 64. */
 static __global__ void __launch_bounds__(ROUTER_WARPS * 32) route_step(const struct route_args a)
 {
@@ -113,41 +163,20 @@ static __global__ void __launch_bounds__(ROUTER_WARPS * 32) route_step(const str
     uint32_t e = blockIdx.x * ROUTER_WARPS + warp, pieces = a.hidden / 16;
     uint64_t row = blockIdx.y;
     const struct matrix &m = e < a.experts ? a.router : a.shared_router;
-    uint64_t index = e < a.experts ? e : 0;
-    const uint4 *codes = (const uint4 *)m.data + index * pieces;
-    const uint32_t *pairs = m.pairs + index * (a.hidden / 64);
+    uint32_t index = e < a.experts ? e : 0;
     uint4 w[ROUTER_LOADS];
     uint32_t pair[ROUTER_LOADS];
-#pragma unroll
-    for (int i = 0; i < ROUTER_LOADS; i++)
-        if (i * 32 + lane < pieces) {
-            w[i] = __ldg(codes + i * 32 + lane);
-            pair[i] = __ldg(pairs + (i * 32 + lane) / 4);
-        }
+    route_fetch(w, pair, m, index, pieces, true);
+    float4 early = {0, 0, 0, 0};
+    if (threadIdx.x < a.hidden / 4)
+        early = ((const float4 *)a.gain)[threadIdx.x];
     overlap_wait();
     overlap_next();
-    const float4 *x = (const float4 *)(a.x + row * a.hidden);
-    float square = 0;
-    for (uint32_t k = threadIdx.x; k < a.hidden / 4; k += blockDim.x) {
-        float4 v = x[k];
-        square += (v.x * v.x + v.y * v.y) + (v.z * v.z + v.w * v.w);
-    }
-    float scale = rsqrtf(block_sum(square, part) / a.hidden + a.eps);
-    for (uint32_t k = threadIdx.x; k < a.hidden / 4; k += blockDim.x) {
-        float4 v = x[k], g = ((const float4 *)a.gain)[k];
-        v = make_float4(v.x * scale * g.x, v.y * scale * g.y, v.z * scale * g.z, v.w * scale * g.w);
-        h[spread(k)] = v;
-        if (blockIdx.x == 0)
-            ((float4 *)(a.h + row * a.hidden))[k] = v;
-    }
-    __syncthreads();
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < ROUTER_LOADS; i++)
-        if (i * 32 + lane < pieces)
-            sum += dot_8bit(w[i], pair[i], h, i * 32 + lane);
+    route_norm(a, row, early, h, part);
+    float sum = route_dot(w, pair, h, pieces, true);
     for (uint32_t i = ROUTER_LOADS * 32 + lane; i < pieces; i += 32)
-        sum += dot_8bit(__ldg(codes + i), __ldg(pairs + i / 4), h, i);
+        sum += dot_8bit(__ldg((const uint4 *)m.data + index * pieces + i),
+                        __ldg(m.pairs + (index * pieces + i) / 4), h, i);
     sum = warp_sum(sum);
     float *logits = a.logits + row * (a.experts + 1);
     if (lane == 0 && e < a.experts)
@@ -240,39 +269,14 @@ static __global__ void ROUTE_CLUSTER_DIMS __launch_bounds__(ROUTE_WARPS * 32)
     uint64_t row = blockIdx.y;
     uint4 w[ROUTER_LOADS];
     uint32_t pair[ROUTER_LOADS];
-#pragma unroll
-    for (int i = 0; i < ROUTER_LOADS; i++)
-        if (used && i * 32 + lane < pieces) {
-            w[i] = __ldg((const uint4 *)m.data + e * pieces + i * 32 + lane);
-            pair[i] = __ldg(m.pairs + (e * pieces + i * 32 + lane) / 4);
-        }
+    route_fetch(w, pair, m, e, pieces, used);
     float4 early = {0, 0, 0, 0};
     if (threadIdx.x < a.hidden / 4)
         early = ((const float4 *)a.gain)[threadIdx.x];
     overlap_next();
     overlap_wait();
-    const float4 *x = (const float4 *)(a.x + row * a.hidden);
-    float square = 0;
-    for (uint32_t k = threadIdx.x; k < a.hidden / 4; k += blockDim.x) {
-        float4 v = x[k];
-        h[spread(k)] = v;
-        square += (v.x * v.x + v.y * v.y) + (v.z * v.z + v.w * v.w);
-    }
-    float scale = rsqrtf(block_sum(square, part) / a.hidden + a.eps);
-    for (uint32_t k = threadIdx.x; k < a.hidden / 4; k += blockDim.x) {
-        float4 v = h[spread(k)], g = k == threadIdx.x ? early : ((const float4 *)a.gain)[k];
-        v = make_float4(v.x * scale * g.x, v.y * scale * g.y, v.z * scale * g.z, v.w * scale * g.w);
-        h[spread(k)] = v;
-        if (blockIdx.x == 0)
-            ((float4 *)(a.h + row * a.hidden))[k] = v;
-    }
-    __syncthreads();
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < ROUTER_LOADS; i++)
-        if (used && i * 32 + lane < pieces)
-            sum += dot_8bit(w[i], pair[i], h, i * 32 + lane);
-    sum = warp_sum(sum);
+    route_norm(a, row, early, h, part);
+    float sum = warp_sum(route_dot(w, pair, h, pieces, used));
     cluster.barrier_wait();
     if (lane == 0 && used) {
         if (shared)
@@ -311,7 +315,7 @@ static __device__ __forceinline__ uint32_t route_codes(uint32_t word, int at)
 
 /* 32 rows a block: norm, then a warp has 32 outputs of the router and the shared router, whose
  * codes tensor cores multiply exactly with x split in two; groups are scaled in f32. A thread's
- * codes are 16 columns in a row, so the order of columns in a group is (lane % 4) * 16 + step * 4. */
+ * codes are 16 columns in a row, so a group's columns come as (lane % 4) * 16 + step * 4. */
 static __global__ void __launch_bounds__(TILE_WARPS * 32)
     route_tile(const __grid_constant__ struct route_args a, float *shared_logits, uint32_t rows)
 {
@@ -405,8 +409,8 @@ static __global__ void __launch_bounds__(TILE_WARPS * 32)
                 float sum = sums[g % 2][j * 8 + lane % 4 * 2 + n % 2];
 #pragma unroll
                 for (int i = 0; i < 2; i++)
-                    y[i][j][n] += bf16_low(pair[i][n / 2]) * d[i][j][n] +
-                                  bf16_high(pair[i][n / 2]) * sum;
+                    y[i][j][n] +=
+                        bf16_low(pair[i][n / 2]) * d[i][j][n] + bf16_high(pair[i][n / 2]) * sum;
             }
     }
 #pragma unroll
@@ -442,7 +446,7 @@ static bool route_is_8bit(const struct weight *w)
     return w->kind == WEIGHT_AFFINE && w->bits == 8 && w->group == 64;
 }
 
-void cuda_moe_route(struct device *device, const struct moe_route_args *args)
+static void route_run(struct device *device, const struct moe_route_args *args)
 {
     const struct moe_dims *d = &args->dims;
     struct route_args a = {};
@@ -497,6 +501,13 @@ void cuda_moe_route(struct device *device, const struct moe_route_args *args)
                 (const float *)shared, args->rows);
 }
 
+void cuda_moe_route(struct device *device, const struct moe_route_args *args)
+{
+    route_run(device, args);
+    if (device->without & CUDA_ROUTING)
+        cuda_look(device, cuda_at<const void>(args->ids), 4ull * args->rows * args->dims.topk);
+}
+
 /* ---- experts, few rows -------------------------------------------------------------------- */
 
 struct experts_args {
@@ -531,8 +542,8 @@ static __global__ void __launch_bounds__(UP_WARPS * 32)
         expert = a.ids[row * a.topk + choice];
     }
     for (int m = 0; m < 2; m++) {
-        const struct matrix &w = m ? (shared ? a.shared_up : a.up)
-                                   : (shared ? a.shared_gate_proj : a.gate);
+        const struct matrix &w =
+            m ? (shared ? a.shared_up : a.up) : (shared ? a.shared_gate_proj : a.gate);
         uint64_t at = (expert * (w.stride / 16) + tile) * groups + from;
         for (uint32_t g = 0; g < n; g++)
             copy_async(codes + (m * most + g) * 32 + lane,
@@ -584,8 +595,8 @@ static __global__ void __launch_bounds__(UP_WARPS * 32)
 }
 
 /* Packs n columns of act for the warp alone. */
-static __device__ __forceinline__ void down_pack(uint4 *packed, float2 *scales,
-                                                 const float *act, uint32_t n)
+static __device__ __forceinline__ void down_pack(uint4 *packed, float2 *scales, const float *act,
+                                                 uint32_t n)
 {
     __syncwarp(); /* the last choice has been read */
     for (uint32_t k8 = threadIdx.x % 32; k8 < n / 8; k8 += 32) {
@@ -721,12 +732,11 @@ static __global__ void experts_down_any(const struct experts_args a)
 static void experts_step(struct device *device, const struct experts_args &a, uint32_t rows)
 {
     uint32_t tiles = a.topk * cuda_ceil(a.width, 16) + cuda_ceil(a.shared_width, 16);
-    uint32_t most = ((a.width > a.shared_width ? a.width : a.shared_width) / 64 + 1) / 2;
-    uint32_t down_warps = a.topk + 1 < DOWN_WARPS / 2 ? 2 * (a.topk + 1) : DOWN_WARPS;
-    size_t space = (size_t)UP_WARPS * cuda_ceil(a.hidden / 64, UP_WARPS) * UP_GROUP * 16;
-    cuda_launch(device, experts_gate_up, dim3(tiles, rows), UP_WARPS * 32, space, a);
-    cuda_launch(device, experts_down, dim3(cuda_ceil(a.hidden, 16), rows), down_warps * 32,
-                (size_t)down_warps * (most * 128 + (most + 1) / 2 * 16), a);
+    uint32_t widest = a.width > a.shared_width ? a.width : a.shared_width;
+    cuda_launch(device, experts_gate_up, dim3(tiles, rows), UP_WARPS * 32,
+                choice_up_bytes(a.hidden), a);
+    cuda_launch(device, experts_down, dim3(cuda_ceil(a.hidden, 16), rows),
+                choice_down_warps(a.topk) * 32, choice_down_bytes(a.topk, widest), a);
 }
 
 void cuda_moe_experts(struct device *device, const struct moe_experts_args *args)
@@ -734,29 +744,22 @@ void cuda_moe_experts(struct device *device, const struct moe_experts_args *args
     const struct moe_dims *d = &args->dims;
     const struct weight *all[] = {args->gate,      args->up,          args->down,
                                   args->shared_up, args->shared_down, args->shared_gate_proj};
-    bool tiled = true;
+    bool tiled = true, batch = args->rows > BATCH_LEAST && !(device->without & CUDA_BATCH);
+    bool grouped = args->rows > STEP_ROWS && !(device->without & CUDA_GROUPED);
+    uint32_t widest = d->width > d->shared_width ? d->width : d->shared_width;
     for (const struct weight *w : all)
         tiled = tiled && cuda_is_tiled(w);
-    if (tiled && args->rows > STEP_ROWS) {
+    if (tiled && batch && cuda_batch_experts(device, args))
+        return;
+    if (tiled &&
+        (grouped || !choice_experts_step_fits(d->hidden, d->topk, widest, device->shared_limit))) {
         cuda_prefill_experts(device, args);
         return;
     }
     struct experts_args a = {};
-    a.gate = cuda_matrix(args->gate);
-    a.up = cuda_matrix(args->up);
-    a.down = cuda_matrix(args->down);
-    a.shared_gate_proj = cuda_matrix(args->shared_gate_proj);
-    a.shared_up = cuda_matrix(args->shared_up);
-    a.shared_down = cuda_matrix(args->shared_down);
-    a.hidden = d->hidden;
+    cuda_fill_experts(&a, args);
     a.width = d->width;
     a.shared_width = d->shared_width;
-    a.topk = d->topk;
-    a.h = cuda_at<const float>(args->h);
-    a.ids = cuda_at<const uint32_t>(args->ids);
-    a.weights = cuda_at<const float>(args->weights);
-    a.shared_gate = cuda_at<const float>(args->shared_gate);
-    a.x = cuda_at<float>(args->x);
     uint32_t n = d->topk * d->width + d->shared_width;
     a.act = (float *)cuda_scratch(device, SCRATCH_EXPERTS, (uint64_t)args->rows * n * 4);
     if (!a.act)

@@ -4,6 +4,65 @@
 
 #include "backend/cuda/internal.cuh"
 
+/* Where the rows' sequences and their pages are, for each kernel of the attention family. */
+template <typename A>
+static inline void cuda_fill_pages(A *a, const struct batch_view *batch,
+                                   const struct attention_dims &dims)
+{
+    a->segments = cuda_at<const struct segment>(batch->device_segments);
+    a->page_table = cuda_at<const uint32_t>(batch->page_table);
+    a->segment_count = batch->segments;
+    a->pages_max = batch->pages_max;
+    a->heads = dims.heads;
+    a->kv_heads = dims.kv_heads;
+}
+
+template <typename T> static inline void cuda_point(T **to, struct span at)
+{
+    *to = cuda_at<T>(at);
+}
+
+/* What the kernels of the attention op are told besides. */
+template <typename A>
+static inline void cuda_fill_attention(A *a, const struct attention_args *args)
+{
+    cuda_fill_pages(a, args->batch, args->dims);
+    cuda_point(&a->q, args->q);
+    cuda_point(&a->qg, args->qg);
+    cuda_point(&a->k_pages, args->k_pages);
+    cuda_point(&a->v_pages, args->v_pages);
+    cuda_point(&a->y, args->y);
+}
+
+/* The matrices of a linear op and where their outputs go. */
+template <typename A> static inline void cuda_fill_linear(A *a, const struct linear_args *args)
+{
+    for (uint32_t i = 0; i < args->n; i++) {
+        cuda_point(&a->data[i], args->weight[i]->data);
+        cuda_point(&a->pairs[i], args->weight[i]->scales);
+        cuda_point(&a->out[i], args->out[i]);
+        a->outs[i] = args->weight[i]->rows;
+    }
+}
+
+template <typename A>
+static inline void cuda_fill_experts(A *a, const struct moe_experts_args *args)
+{
+    a->gate = cuda_matrix(args->gate);
+    a->up = cuda_matrix(args->up);
+    a->down = cuda_matrix(args->down);
+    a->shared_gate_proj = cuda_matrix(args->shared_gate_proj);
+    a->shared_up = cuda_matrix(args->shared_up);
+    a->shared_down = cuda_matrix(args->shared_down);
+    a->hidden = args->dims.hidden;
+    a->topk = args->dims.topk;
+    cuda_point(&a->h, args->h);
+    cuda_point(&a->ids, args->ids);
+    cuda_point(&a->weights, args->weights);
+    cuda_point(&a->shared_gate, args->shared_gate);
+    cuda_point(&a->x, args->x);
+}
+
 void cuda_embed(struct device *device, const struct embed_args *args);
 void cuda_linear(struct device *device, const struct linear_args *args);
 void cuda_delta(struct device *device, const struct delta_args *args);
@@ -32,5 +91,11 @@ void cuda_prefill_linear(struct device *device, const struct linear_args *args);
 
 /* The experts op for many rows of tiled weights. */
 void cuda_prefill_experts(struct device *device, const struct moe_experts_args *args);
+
+/* The same for more than BATCH_LEAST and at most BATCH_ROWS rows, as exact as one row alone; false:
+ * not for this shape. */
+enum { BATCH_LEAST = 4, BATCH_ROWS = 32 };
+bool cuda_batch_linear(struct device *device, const struct linear_args *args);
+bool cuda_batch_experts(struct device *device, const struct moe_experts_args *args);
 
 #endif

@@ -10,24 +10,11 @@
  * at most N pairs; the grid is as large as the worst case and surplus blocks leave at once. */
 #include "backend/cuda/wgmma.cuh"
 
-#include "backend/cuda/ops.cuh"
+#include "backend/cuda/batch.cuh"
 
-#include <cuda_fp16.h>
-
-enum { STAGES = 6, ROUTE_THREADS = 1024, ROUTE_EXPERTS = 1024 };
+enum { STAGES = CHOICE_RING_STAGES };
 
 /* ---- packing rows ------------------------------------------------------------------------- */
-
-static __device__ __forceinline__ float f16_clamp(float v)
-{
-    return fminf(fmaxf(v, -65504.0f), 65504.0f);
-}
-
-static __device__ __forceinline__ uint32_t f16_pair(float low, float high)
-{
-    __half2 v = __floats2half2_rn(f16_clamp(low), f16_clamp(high));
-    return *reinterpret_cast<uint32_t *>(&v);
-}
 
 /* One block a row: h = gain ? rms_norm(x; gain) : x as f16 [rows, cols]. */
 static __global__ void prefill_pack(const float *x, const uint32_t *select, const float *gain,
@@ -53,9 +40,8 @@ static __global__ void prefill_pack(const float *x, const uint32_t *select, cons
         *(float4 *)(v + 4) = from[k8 * 2 + 1];
         for (int i = 0; i < 8; i++)
             v[i] *= gain ? scale * gain[k8 * 8 + i] : 1;
-        packed[(uint64_t)blockIdx.x * (cols / 8) + k8] =
-            make_uint4(f16_pair(v[0], v[1]), f16_pair(v[2], v[3]), f16_pair(v[4], v[5]),
-                       f16_pair(v[6], v[7]));
+        packed[(uint64_t)blockIdx.x * (cols / 8) + k8] = make_uint4(
+            f16_pair(v[0], v[1]), f16_pair(v[2], v[3]), f16_pair(v[4], v[5]), f16_pair(v[6], v[7]));
     }
 }
 
@@ -68,7 +54,8 @@ template <int N, int WARPGROUPS> struct ring_stage {
     static constexpr uint32_t pairs = tiles * 512;
     static constexpr uint32_t x = (pairs + tiles * 64 + 1023) / 1024 * 1024;
     static constexpr uint32_t bytes = x + N * 128;
-    static constexpr uint32_t total = bytes * STAGES + 1024;
+    static constexpr uint32_t total = CHOICE_RING_BYTES(N, WARPGROUPS);
+    static_assert(total == bytes * STAGES + 1024, "choice.h plans with another ring");
     static constexpr int x_copies = (N * 8 + WARPGROUPS * 128 - 1) / (WARPGROUPS * 128);
 };
 
@@ -136,14 +123,13 @@ static __device__ __forceinline__ void decode_tile(uint32_t a[16], const char *c
     }
 }
 
-/* sum += a x for one group. With warpgroup instructions it is under way when this returns. */
+/* Starts sum += a x for one group; multiply_end waits for it. */
 template <int N>
 static __device__ __forceinline__ void multiply(float sum[N / 2], const uint32_t a[16],
                                                 const char *x)
 {
 #if CUDA_WGMMA
     uint64_t b = wgmma_rows(x);
-    wgmma_wait();
     wgmma_begin();
 #pragma unroll
     for (int step = 0; step < 4; step++)
@@ -163,10 +149,21 @@ static __device__ __forceinline__ void multiply(float sum[N / 2], const uint32_t
 #endif
 }
 
+template <int N> static __device__ __forceinline__ void multiply_end(float sum[N / 2])
+{
+#if CUDA_WGMMA
+    wgmma_wait();
+#endif
+#pragma unroll
+    for (int i = 0; i < N / 2; i++)
+        asm volatile("" : "+f"(sum[i])::"memory");
+}
+
+/* Waits for group g, starts the copies of a later one and decodes it. */
 template <int N, int WARPGROUPS>
-static __device__ __forceinline__ void product_step(float sum[N / 2], uint32_t a[16],
-                                                    const ring_source<N, WARPGROUPS> &from,
-                                                    char *ring, uint32_t g, uint32_t groups)
+static __device__ __forceinline__ void product_decode(uint32_t a[16],
+                                                      const ring_source<N, WARPGROUPS> &from,
+                                                      char *ring, uint32_t g, uint32_t groups)
 {
     typedef ring_stage<N, WARPGROUPS> stage;
     asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 3));
@@ -175,15 +172,19 @@ static __device__ __forceinline__ void product_step(float sum[N / 2], uint32_t a
     ring_copy<N, WARPGROUPS>(from, ring, g + STAGES - 2, groups);
     const char *at = ring + g % STAGES * stage::bytes;
     decode_tile(a, at, at + stage::pairs);
-    multiply<N>(sum, a, at + stage::x);
+#pragma unroll
+    for (int i = 0; i < 16; i++) /* now, not when it is used */
+        asm volatile("" : "+r"(a[i])::"memory");
 }
 
-/* sum[j * 4 + ..]: this warp's 16 outputs x rows j * 8.., as mma's d. */
+/* sum[j * 4 + ..]: this warp's 16 outputs x rows j * 8.., as mma's d. A group is multiplied while
+ * the next one is decoded. At the loop's end nothing is under way: the compiler gives up the
+ * overlap when a product crosses it. */
 template <int N, int WARPGROUPS>
-static __device__ __forceinline__ void product(float sum[N / 2],
-                                               const ring_source<N, WARPGROUPS> &from,
-                                               uint32_t groups, char *ring)
+static __device__ __forceinline__ void
+product(float sum[N / 2], const ring_source<N, WARPGROUPS> &from, uint32_t groups, char *ring)
 {
+    typedef ring_stage<N, WARPGROUPS> stage;
     uint32_t a[2][16];
 #pragma unroll
     for (int i = 0; i < N / 2; i++)
@@ -191,18 +192,20 @@ static __device__ __forceinline__ void product(float sum[N / 2],
 #pragma unroll 1
     for (uint32_t g = 0; g < STAGES - 2; g++)
         ring_copy<N, WARPGROUPS>(from, ring, g, groups);
+    product_decode<N, WARPGROUPS>(a[0], from, ring, 0, groups);
 #pragma unroll 1
-    for (uint32_t g = 0; g < groups; g += 2) {
-        product_step<N, WARPGROUPS>(sum, a[0], from, ring, g, groups);
-        if (g + 1 < groups)
-            product_step<N, WARPGROUPS>(sum, a[1], from, ring, g + 1, groups);
+    for (uint32_t g = 0; g + 1 < groups; g += 2) {
+        multiply<N>(sum, a[0], ring + g % STAGES * stage::bytes + stage::x);
+        product_decode<N, WARPGROUPS>(a[1], from, ring, g + 1, groups);
+        multiply_end<N>(sum);
+        multiply<N>(sum, a[1], ring + (g + 1) % STAGES * stage::bytes + stage::x);
+        product_decode<N, WARPGROUPS>(a[0], from, ring, g + 2, groups); /* past the end: unused */
+        multiply_end<N>(sum);
     }
-#if CUDA_WGMMA
-    wgmma_wait();
-#endif
-#pragma unroll
-    for (int i = 0; i < N / 2; i++)
-        asm volatile("" : "+f"(sum[i])::"memory");
+    if (groups % 2) {
+        multiply<N>(sum, a[0], ring + (groups - 1) % STAGES * stage::bytes + stage::x);
+        multiply_end<N>(sum);
+    }
 }
 
 static __device__ __forceinline__ char *ring_begin(char *space)
@@ -281,22 +284,17 @@ void cuda_prefill_linear(struct device *device, const struct linear_args *args)
     cuda_launch(device, prefill_pack, dim3(args->rows), 256, 0, cuda_at<const float>(args->x),
                 cuda_at<const uint32_t>(args->select), cuda_at<const float>(args->gain), args->eps,
                 cols, packed);
-    for (uint32_t i = 0; i < args->n; i++) {
-        struct matrix m = cuda_matrix(args->weight[i]);
-        a.data[i] = (const uint4 *)m.data;
-        a.pairs[i] = m.pairs;
-        a.outs[i] = m.rows;
-        a.out[i] = cuda_at<float>(args->out[i]);
-    }
+    cuda_fill_linear(&a, args);
     a.packed = packed;
     a.rows = args->rows;
     a.groups = cols / 64;
     a.add = args->add;
-    if (a.rows <= 32)
+    struct choice_tile tile = choice_dense(a.rows, device->shared_limit);
+    if (tile.rows == 32)
         prefill_dense_run<32, 1>(device, a);
-    else if (a.rows <= 64)
+    else if (tile.rows == 64)
         prefill_dense_run<64, 1>(device, a);
-    else if (a.rows <= 1024)
+    else if (tile.warpgroups == 2)
         prefill_dense_run<128, 2>(device, a);
     else
         prefill_dense_run<128, 4>(device, a);
@@ -304,47 +302,13 @@ void cuda_prefill_linear(struct device *device, const struct linear_args *args)
 
 /* ---- experts ------------------------------------------------------------------------------ */
 
-/* A tile of pairs that go through one expert; count 0: none. */
-struct route_tile {
-    uint32_t expert, first, count, pad;
-};
-
-/* One block: list [pairs] gets the pairs (row * topk + choice) in the order of their experts, and
- * tiles the pieces of at most tile_rows. */
 static __global__ void __launch_bounds__(ROUTE_THREADS)
     prefill_route(const uint32_t *ids, uint32_t pairs, uint32_t experts, uint32_t *list,
                   struct route_tile *tiles, uint32_t capacity, uint32_t tile_rows)
 {
-    __shared__ uint32_t count[ROUTE_EXPERTS], next[ROUTE_EXPERTS], tile_end[ROUTE_EXPERTS];
     overlap_wait();
     overlap_next();
-    uint32_t e = threadIdx.x;
-    count[e] = 0;
-    __syncthreads();
-    for (uint32_t i = e; i < pairs; i += blockDim.x)
-        atomicAdd(&count[ids[i]], 1);
-    __syncthreads();
-    uint32_t own = count[e];
-    next[e] = own;
-    tile_end[e] = (own + tile_rows - 1) / tile_rows;
-    for (uint32_t off = 1; off < ROUTE_EXPERTS; off *= 2) { /* inclusive sums */
-        __syncthreads();
-        uint32_t a = e >= off ? next[e - off] : 0, b = e >= off ? tile_end[e - off] : 0;
-        __syncthreads();
-        next[e] += a;
-        tile_end[e] += b;
-    }
-    __syncthreads();
-    uint32_t first = next[e] - own, tile = tile_end[e] - (own + tile_rows - 1) / tile_rows;
-    uint32_t used = tile_end[experts - 1];
-    next[e] = first;
-    for (uint32_t i = 0; i < own; i += tile_rows)
-        tiles[tile++] = {e, first + i, min(tile_rows, own - i), 0};
-    for (uint32_t i = used + e; i < capacity; i += blockDim.x)
-        tiles[i] = {0, 0, 0, 0};
-    __syncthreads();
-    for (uint32_t i = e; i < pairs; i += blockDim.x)
-        list[atomicAdd(&next[ids[i]], 1)] = i;
+    route_sort(ids, pairs, experts, list, tiles, capacity, tile_rows);
 }
 
 struct prefill_experts_args {
@@ -395,8 +359,8 @@ static __global__ void __launch_bounds__(WARPGROUPS * 128)
     const struct matrix &m = warp < HALF ? a.gate : a.up;
     const struct matrix &pair_m = pair_tile < HALF ? a.gate : a.up;
     ring_source<N, WARPGROUPS> from;
-    from.codes = (const uint4 *)m.data +
-                 tile_of(m, part.expert, tile0 + warp % HALF) * groups * 32 + lane;
+    from.codes =
+        (const uint4 *)m.data + tile_of(m, part.expert, tile0 + warp % HALF) * groups * 32 + lane;
     from.pairs = (const uint4 *)pair_m.pairs +
                  tile_of(pair_m, part.expert, tile0 + pair_tile % HALF) * groups * 4 +
                  threadIdx.x % 4;
@@ -504,13 +468,6 @@ static void prefill_run(struct device *device, const struct prefill_experts_args
                 dim3(tiles, cuda_ceil(a.down.rows, WARPGROUPS * 64)), WARPGROUPS * 128, shared, a);
 }
 
-/* Rows of a tile: near what an expert gets, since rows that are missing cost as much as others. */
-static uint32_t prefill_tile_rows(uint64_t pairs, uint32_t experts)
-{
-    uint64_t mean = pairs / experts;
-    return mean <= 24 ? 32 : mean <= 160 ? 64 : 128;
-}
-
 static void prefill_run_tiles(struct device *device, const struct prefill_experts_args &a,
                               uint32_t tiles, uint32_t tile_rows)
 {
@@ -526,7 +483,7 @@ void cuda_prefill_experts(struct device *device, const struct moe_experts_args *
 {
     const struct moe_dims *d = &args->dims;
     uint64_t rows = args->rows, pairs = rows * d->topk, hidden = d->hidden;
-    uint32_t tile_rows = prefill_tile_rows(pairs, d->experts);
+    uint32_t tile_rows = choice_experts(pairs, d->experts, device->shared_limit).rows;
     uint32_t capacity = pairs / tile_rows + (d->experts < pairs ? d->experts : pairs);
     uint64_t tile_bytes = (uint64_t)capacity * sizeof(struct route_tile);
     uint64_t act_bytes = pairs * d->width * 2, shared_bytes = rows * d->shared_width * 2;
@@ -562,7 +519,7 @@ void cuda_prefill_experts(struct device *device, const struct moe_experts_args *
     a.rows = args->rows;
     a.act = (__half *)(packed + rows * hidden * 2 + act_bytes);
     a.y = y + pairs * hidden;
-    tile_rows = rows <= 32 ? 32 : rows <= 1024 ? 64 : 128;
+    tile_rows = choice_shared_expert(args->rows, device->shared_limit).rows;
     prefill_run_tiles(device, a, cuda_ceil(rows, tile_rows), tile_rows);
     cuda_launch(device, prefill_combine, dim3(args->rows), 256, 0, (const float *)y,
                 cuda_at<const float>(args->weights), (const float *)(y + pairs * hidden),
