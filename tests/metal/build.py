@@ -29,7 +29,7 @@ WARNINGS = ['-Wall', '-Wno-unknown-pragmas', '-Wno-unused-function', '-Wno-unuse
             '-Wno-unused-but-set-variable', '-Wno-pass-failed', '-Werror=return-type',
             '-ftemplate-backtrace-limit=6']
 UNDEFINED = ('array-bounds,shift,integer-divide-by-zero,float-cast-overflow,'
-             'signed-integer-overflow,return,unreachable,alignment')
+             'signed-integer-overflow,return,unreachable,alignment,local-bounds')
 MODES = {
     'fast': ['-O2', '-ffp-contract=off'],
     # What Metal's default math mode allows the compiler, as far as clang for x86 does the same.

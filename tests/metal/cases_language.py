@@ -41,6 +41,11 @@ ADDRESS_SPACES = [
     ('cast-without-space', '', 'x[0] = *(float *)(x + 1);', 'rule 2'),
     ('struct-pointer-without-space', 'struct s { float v; };\nfloat f(s *p) { return p->v; }', '',
      'rule 2'),
+    ('overload-by-space', 'float f(device const float *p) { return p[0]; }\n'
+     'float f(threadgroup const float *q) { return q[0]; }', 'x[0] = f(x) + f(shared);',
+     'overloaded by address space'),
+    ('struct-copied-from-constant', 'struct s { uint a; };', 's v = *(constant s *)table; '
+     'x[0] = float(v.a);', 'no viable conversion'),
     ('atomic-on-constant', '', 'atomic_load_explicit((constant atomic_uint *)table, '
      'memory_order_relaxed);', 'no matching function'),
     ('program-scope-constant-as-device', 'constant float t[2] = {1.0f, 2.0f};',

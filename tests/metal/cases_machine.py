@@ -44,6 +44,49 @@ kernel void two_tests(device float *x [[buffer(0)]], uint i [[thread_index_in_th
 }
 '''
 
+# The array is longer where it is declared than where it is used: nothing but the machine sees it.
+_ARRAY = '''#include <metal_stdlib>
+using namespace metal;
+template <int N>
+inline void fill(thread float *sum, device const float *x)
+{
+    for (int i = 0; i < N; i++)
+        sum[i] = x[i];
+}
+kernel void through(device float *x [[buffer(0)]], uint i [[thread_index_in_threadgroup]])
+{
+    float sum[4];
+    fill<LENGTH>(sum, x);
+    x[i] = sum[0] + sum[1] + sum[2] + sum[3];
+}
+'''
+
+# The threadgroup that comes last adds up what all have stored. FENCE stands where one belongs.
+_LAST = '''#include <metal_stdlib>
+using namespace metal;
+kernel void last(device atomic_uint *stored [[buffer(0)]], device atomic_uint *arrived [[buffer(1)]],
+                 device uint *sum [[buffer(2)]], uint group [[threadgroup_position_in_grid]],
+                 uint groups [[threadgroups_per_grid]], uint i [[thread_index_in_threadgroup]])
+{
+    threadgroup uint ticket[1];
+    atomic_store_explicit(&stored[group * 64 + i], group * 64 + i, memory_order_relaxed);
+    threadgroup_barrier(mem_flags::mem_device);
+    if (i == 0) {
+        FENCE_AFTER
+        ticket[0] = atomic_fetch_add_explicit(arrived, 1u, memory_order_relaxed);
+        FENCE_BEFORE
+    }
+    threadgroup_barrier(mem_flags::mem_device | mem_flags::mem_threadgroup);
+    if (ticket[0] + 1 != groups || i != 0)
+        return;
+    uint all = 0;
+    for (uint k = 0; k < groups * 64; k++)
+        all += atomic_load_explicit(&stored[k], memory_order_relaxed);
+    sum[0] = all;
+}
+'''
+_FENCE = 'atomic_thread_fence(mem_flags::mem_device, memory_order_seq_cst, thread_scope_device);'
+
 
 def dispatch_copy(buffers, threads=(32,)):
     findings = emu.compile(_COPY).kernel('copy').dispatch(buffers, groups=(1,), threads=threads)
@@ -89,7 +132,31 @@ def check_barrier_between_tests():
         assert not kernel.dispatch([emu.Buffer('f32', [1.0] * 256)], groups=(1,), threads=(256,))
 
 
+def check_array_through_a_pointer():
+    for length, kinds in (4, set()), (5, {'bounds'}):
+        kernel = emu.compile(_ARRAY.replace('LENGTH', str(length)), 'checked').kernel('through')
+        found = kernel.dispatch([emu.Buffer('f32', [1.0] * 8)], groups=(1,), threads=(1,))
+        assert {f.kind for f in found} == kinds, found
+
+
+def check_order_between_threadgroups():
+    for after, before, kinds in ((_FENCE, _FENCE, set()), ('', _FENCE, {'order'}),
+                                 (_FENCE, '', {'order'}), ('', '', {'order'}),
+                                 (_FENCE.replace('seq_cst', 'relaxed'), _FENCE, {'order'}),
+                                 (_FENCE.replace('scope_device', 'scope_threadgroup'), _FENCE,
+                                  {'order'})):
+        text = _LAST.replace('FENCE_AFTER', after).replace('FENCE_BEFORE', before)
+        kernel = emu.compile(text, 'checked', version=320).kernel('last')
+        for order in emu.ORDERS:
+            buffers = [emu.Buffer('u32', 256), emu.Buffer('u32', [0]), emu.Buffer('u32', 1)]
+            found = kernel.dispatch(buffers, groups=(4,), threads=(64,), order=order)
+            assert {f.kind for f in found} == kinds, (after, before, found)
+            assert buffers[2].values() == [sum(range(256))]
+
+
 def cases():
+    yield 'machine/order-between-threadgroups', check_order_between_threadgroups
+    yield 'machine/array-through-a-pointer', check_array_through_a_pointer
     yield 'machine/barrier-between-tests', check_barrier_between_tests
     yield 'machine/nothing-bound', lambda: check_binding(0, lambda b: None, 'binding')
     yield 'machine/unaligned-offset', lambda: check_binding(0, lambda b: (b, 2), 'binding')

@@ -31,15 +31,17 @@ struct norm_dims {
 };
 
 struct linear_dims {
-    uint32_t rows, n, cols;
-    uint32_t has_select, has_gain, add, write_h;
+    uint32_t rows, cols;
+    uint32_t has_select, has_gain, add;
     float eps;
     uint32_t first_tile[5]; /* of each matrix, and the end */
     struct matrix_dims matrix[4];
 };
 
-struct delta_step_dims {
-    uint32_t key_heads, value_heads;
+struct mixer_dims {
+    uint32_t key_heads, value_heads, segments;
+    uint32_t chunk_min_rows; /* segments of at least so many rows go in chunks */
+    uint32_t taken;          /* value heads of a threadgroup of delta_f32_step */
     float eps;
 };
 
@@ -52,6 +54,9 @@ struct append_dims {
 struct attend_dims {
     uint32_t heads, kv_heads, segments, pages_max;
     uint32_t splits, split_positions;
+    uint32_t tile_min_rows; /* segments of at least so many rows go in tiles, shorter ones by row */
+    uint32_t tiled;         /* which of the two this command does */
+    uint32_t tile_rows;     /* query rows of a tile; 1 by row */
 };
 
 struct route_dims {
@@ -60,7 +65,8 @@ struct route_dims {
 
 struct expert_dims {
     uint32_t rows, hidden, topk, experts, width, shared_width;
-    uint32_t act_width; /* of a row of activations: the larger of the two widths */
+    uint32_t act_width;  /* of a row of activations: the larger of the two widths */
+    uint32_t block_rows; /* pairs of a block of the sorted order */
     struct matrix_dims gate, up, down, shared_gate, shared_up, shared_down;
 };
 

@@ -11,7 +11,7 @@ kernel void embed_f32(device const int *tokens [[buffer(0)]], device float *x [[
                       uint index [[thread_index_in_threadgroup]],
                       uint threads [[threads_per_threadgroup]])
 {
-    ulong token = ulong(tokens[row]);
+    ulong token = ulong(max(tokens[row], 0));
     for (uint k = index; k < d.table.cols; k += threads)
         x[ulong(row) * d.table.cols + k] =
             matrix_at(data, scales, biases, d.table, token, k);

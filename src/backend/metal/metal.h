@@ -4,7 +4,8 @@
 
 #include "backend/device.h"
 
-/* "metal" for i = 0 when this machine has a GPU that will do, else null. */
+/* "metal/simdgroup" for i = 0 where a GPU will do, "metal/tensor" for 1 where it has TensorOps too
+ * (an M5 or newer, macOS 26.1); else null. */
 const char *metal_level_name(int i);
 
 bool metal_open(const char *level, const struct device_options *options, struct device **out,

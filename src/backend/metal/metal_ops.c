@@ -2,6 +2,7 @@
  *
  * Invariant: the choice depends on shapes alone, and a kernel gets every argument that it declares;
  * one that it will not read gets any buffer. */
+#include "backend/metal/choice.h"
 #include "backend/metal/internal.h"
 
 #include <assert.h>
@@ -11,18 +12,12 @@
 static_assert(sizeof(struct segment) == sizeof(struct segment_dims), "one layout");
 
 enum {
-    METAL_FEW_ROWS = 8, /* up to here weights are read once a group of rows, not in tiles */
-    METAL_SPLIT_POSITIONS = 256,
-    METAL_SPLITS_MAX = 128,
+    METAL_CONV_ROWS = 32,
     METAL_ARGMAX_PARTS = 64,
-    METAL_TILE_ROWS = 32,
     METAL_TILE_COLUMNS = 64,
+    METAL_TENSOR_ROWS = 128, /* in a tile; of batches of up to half as many, 32 */
+    METAL_SKINNY_COLUMNS = 32,
 };
-
-static uint32_t metal_ceil(uint64_t n, uint32_t by)
-{
-    return (uint32_t)((n + by - 1) / by);
-}
 
 /* ---- weights ------------------------------------------------------------------------------ */
 
@@ -69,7 +64,7 @@ static void metal_copy(struct device *device, struct span to, struct span from, 
     for (uint64_t done = 0; done < bytes; done += STEP) {
         uint64_t left = bytes - done < STEP ? bytes - done : STEP;
         uint32_t count = (uint32_t)(words ? left / 4 : left);
-        uint32_t groups = metal_ceil(count, 1024);
+        uint32_t groups = choice_ceil(count, 1024);
         metal_use(device, words ? METAL_COPY_WORDS : METAL_COPY_BYTES);
         metal_set(device, 0, span_at(from, done));
         metal_set(device, 1, span_at(to, done));
@@ -103,39 +98,63 @@ static struct span metal_norm(struct device *device, const struct linear_args *a
     return h;
 }
 
-/* The projections of args; h, where it has a base, receives the normalised rows as well. */
-static void metal_project(struct device *device, const struct linear_args *args, struct span h)
+/* columns: outputs of a threadgroup */
+static struct linear_dims metal_linear_dims(const struct linear_args *args, uint32_t columns)
 {
-    uint32_t cols = args->weight[0]->cols;
-    bool few = args->rows <= METAL_FEW_ROWS, write_h = h.base != NULL;
-    struct span x = args->x;
     struct linear_dims d = {
         .rows = args->rows,
-        .n = args->n,
-        .cols = cols,
-        .has_select = few && args->select.base,
-        .has_gain = few && args->gain.base,
+        .cols = args->weight[0]->cols,
+        .has_select = args->select.base != NULL,
+        .has_gain = args->gain.base != NULL,
         .add = args->add,
-        .write_h = write_h,
         .eps = args->eps,
     };
-    if (!few && (args->select.base || args->gain.base)) {
-        x = metal_norm(device, args, cols, h);
-        if (!x.base)
-            return;
-    }
-    uint32_t tiles = 0;
     for (uint32_t i = 0; i < LINEAR_MAX; i++) {
-        d.first_tile[i] = tiles;
+        d.first_tile[i + 1] = d.first_tile[i];
         if (i >= args->n)
             continue;
         d.matrix[i] = metal_matrix(args->weight[i]);
-        tiles += metal_ceil(d.matrix[i].rows, few ? 8 : METAL_TILE_COLUMNS);
+        d.first_tile[i + 1] += choice_ceil(d.matrix[i].rows, columns);
     }
-    for (uint32_t i = args->n; i <= LINEAR_MAX; i++)
-        d.first_tile[i] = tiles;
-    int batch = args->rows == 1 ? 1 : 4;
-    metal_use(device, !few ? METAL_LINEAR_TILE : batch == 1 ? METAL_LINEAR_1 : METAL_LINEAR_4);
+    return d;
+}
+
+/* The projections of args; h, where it has a base, receives the normalised rows as well. exact:
+ * both factors stay f32, however many rows there are. */
+static void metal_project(struct device *device, const struct linear_args *args, struct span h,
+                          bool exact)
+{
+    static const struct {
+        enum metal_kernel kernel;
+        uint32_t columns, rows, threads; /* of a threadgroup */
+    } kinds[] = {
+        [CHOICE_ROW] = {METAL_LINEAR_1, 8, 1, 64},
+        [CHOICE_ROWS_4] = {METAL_LINEAR_4, 8, 4, 64},
+        [CHOICE_SKINNY_8] = {METAL_LINEAR_SKINNY_8, METAL_SKINNY_COLUMNS, 8, 128},
+        [CHOICE_SKINNY_16] = {METAL_LINEAR_SKINNY_16, METAL_SKINNY_COLUMNS, 16, 128},
+        [CHOICE_TILE_32] = {METAL_LINEAR_TILE_32, METAL_TILE_COLUMNS, 32, 128},
+        [CHOICE_TILE_64] = {METAL_LINEAR_TILE_64, METAL_TILE_COLUMNS, 64, 128},
+    };
+    enum choice_rows kind = choice_linear(args->rows);
+    enum metal_kernel kernel = kinds[kind].kernel;
+    uint32_t taken = kinds[kind].rows;
+    bool few = kind < CHOICE_TILE_32;
+    if (!few && !exact && metal_uses_tensor(device)) {
+        bool tall = args->rows > METAL_TENSOR_ROWS / 2;
+        kernel = tall ? METAL_LINEAR_TENSOR_128 : METAL_LINEAR_TENSOR_32;
+        taken = tall ? METAL_TENSOR_ROWS : 32;
+    }
+    bool write_h = h.base != NULL;
+    struct span x = args->x;
+    struct linear_dims d = metal_linear_dims(args, kinds[kind].columns);
+    d.has_select &= few;
+    d.has_gain &= few;
+    if (!few && (args->select.base || args->gain.base)) {
+        x = metal_norm(device, args, d.cols, h);
+        if (!x.base)
+            return;
+    }
+    metal_use(device, kernel);
     metal_set(device, 0, x);
     if (few) {
         metal_set(device, 1, d.has_select ? args->select : x);
@@ -148,31 +167,72 @@ static void metal_project(struct device *device, const struct linear_args *args,
         metal_set_weight(device, 4 + 4 * (int)i, args->weight[j]);
         metal_set(device, 7 + 4 * (int)i, args->out[j]);
     }
-    if (few)
-        metal_launch(device, tiles + write_h, metal_ceil(args->rows, (uint32_t)batch), 1, 64);
-    else
-        metal_launch(device, tiles, metal_ceil(args->rows, METAL_TILE_ROWS), 1, 128);
+    metal_launch(device, d.first_tile[LINEAR_MAX] + (few && write_h),
+                 choice_ceil(args->rows, taken), 1, kinds[kind].threads);
 }
 
 static void metal_linear(struct device *device, const struct linear_args *args)
 {
-    metal_project(device, args, (struct span){0});
+    metal_project(device, args, (struct span){0}, false);
 }
 
 /* ---- delta -------------------------------------------------------------------------------- */
 
-static void metal_delta(struct device *device, const struct delta_args *args)
+/* The arguments of all kernels of the mixer; one takes those that it declares. own: the counts of
+ * the step, or what the convolution leaves for the chunks. */
+static void metal_set_delta(struct device *device, const struct delta_args *args,
+                            const struct mixer_dims *d, struct span own)
 {
-    struct delta_step_dims d = {args->dims.key_heads, args->dims.value_heads, args->dims.eps};
     const struct span in[] = {args->qkv,        args->z,     args->a,       args->b,
                               args->conv,       args->a_log, args->dt_bias, args->norm,
-                              args->conv_state, args->state, args->y};
-    metal_use(device, METAL_DELTA);
+                              args->conv_state, args->state, args->y,       own};
     metal_set(device, 0, args->batch->device_segments);
-    metal_set_bytes(device, 1, &d, sizeof d);
+    metal_set_bytes(device, 1, d, sizeof *d);
     for (int i = 0; i < (int)(sizeof in / sizeof in[0]); i++)
         metal_set(device, 2 + i, in[i]);
-    metal_launch(device, d.key_heads, args->batch->segments, 1, 512);
+}
+
+static void metal_delta(struct device *device, const struct delta_args *args)
+{
+    const struct batch_view *batch = args->batch;
+    struct mixer_dims d = {
+        .key_heads = args->dims.key_heads,
+        .value_heads = args->dims.value_heads,
+        .segments = batch->segments,
+        .chunk_min_rows = CHOICE_CHUNK_MIN_ROWS,
+        .eps = args->dims.eps,
+    };
+    uint32_t few = 0, rows = 0, tiles = 0, heads = 2 * d.key_heads + d.value_heads;
+    for (uint32_t i = 0; i < batch->segments; i++) {
+        uint32_t n = batch->host_segments[i].rows;
+        few += n < d.chunk_min_rows;
+        rows += n < d.chunk_min_rows ? 0 : n;
+        tiles += n < d.chunk_min_rows ? 0 : choice_ceil(n, METAL_CONV_ROWS);
+    }
+    if (few) {
+        uint64_t groups = (uint64_t)d.key_heads * batch->segments;
+        struct span arrived = metal_scratch(device, METAL_SCRATCH_ARRIVED, 4 * groups);
+        if (!arrived.base)
+            return;
+        d.taken = choice_delta_heads(d.value_heads / d.key_heads, groups, metal_has_fences(device));
+        metal_use(device, METAL_DELTA_STEP);
+        metal_set_delta(device, args, &d, arrived);
+        metal_launch(device, d.value_heads / d.taken, batch->segments, 1, 512);
+    }
+    if (!rows)
+        return;
+    struct span conved = metal_scratch(device, METAL_SCRATCH_DELTA, 512ull * batch->rows * heads);
+    if (!conved.base)
+        return;
+    metal_use(device, METAL_DELTA_CONV);
+    metal_set_delta(device, args, &d, conved);
+    metal_launch(device, heads, tiles, 1, 128);
+    metal_use(device, METAL_DELTA_CHUNK);
+    metal_set_delta(device, args, &d, conved);
+    metal_launch(device, 2 * d.value_heads, batch->segments, 1, 128);
+    metal_use(device, METAL_DELTA_GATE);
+    metal_set_delta(device, args, &d, conved);
+    metal_launch(device, choice_ceil(d.value_heads, 8), rows, 1, 256);
 }
 
 /* ---- attention ---------------------------------------------------------------------------- */
@@ -203,31 +263,25 @@ static void metal_kv_append(struct device *device, const struct kv_append_args *
     metal_launch(device, args->batch->rows, d.heads + 2 * d.kv_heads, 1, 256);
 }
 
-/* Positions a split: one split up to 256, then blocks of a fixed size until there are 128 of them;
- * only then blocks grow. */
-static uint32_t metal_split_positions(uint32_t ctx)
-{
-    uint32_t blocks = metal_ceil(ctx, METAL_SPLIT_POSITIONS);
-    return metal_ceil(blocks, METAL_SPLITS_MAX) * METAL_SPLIT_POSITIONS;
-}
-
-static void metal_attention(struct device *device, const struct attention_args *args)
+/* Attention of the segments that go in tiles, or of those that go by row. */
+static void metal_attend(struct device *device, const struct attention_args *args,
+                         struct attend_dims d)
 {
     const struct batch_view *batch = args->batch;
-    uint32_t ctx = 1, group = args->dims.heads / args->dims.kv_heads;
+    uint32_t ctx = 0, tiles = 0, group = d.heads / d.kv_heads;
     for (uint32_t i = 0; i < batch->segments; i++) {
-        uint32_t end = batch->host_segments[i].pos + batch->host_segments[i].rows;
-        ctx = end > ctx ? end : ctx;
+        const struct segment *s = &batch->host_segments[i];
+        if ((s->rows >= d.tile_min_rows) != d.tiled)
+            continue;
+        ctx = s->pos + s->rows > ctx ? s->pos + s->rows : ctx;
+        tiles += choice_ceil(s->rows, d.tile_rows);
     }
-    struct attend_dims d = {
-        .heads = args->dims.heads,
-        .kv_heads = args->dims.kv_heads,
-        .segments = batch->segments,
-        .pages_max = batch->pages_max,
-        .split_positions = metal_split_positions(ctx),
-    };
-    d.splits = metal_ceil(ctx, d.split_positions);
-    uint64_t parts = (uint64_t)batch->rows * d.heads * d.splits;
+    if (!tiles)
+        return;
+    d.split_positions = d.tiled ? choice_tile_split_positions(ctx, (uint64_t)tiles * d.kv_heads)
+                                : choice_split_positions(ctx);
+    d.splits = choice_ceil(ctx, d.split_positions);
+    uint64_t parts = (uint64_t)tiles * d.tile_rows * d.heads * d.splits;
     struct span sums = args->y, stats = args->y;
     if (d.splits > 1) {
         sums = metal_scratch(device, METAL_SCRATCH_ATTEND, parts * (256 + 2) * 4);
@@ -235,10 +289,12 @@ static void metal_attention(struct device *device, const struct attention_args *
             return;
         stats = span_at(sums, parts * 256 * 4);
     }
-    uint32_t block = group >= 3 ? 4 : group;
-    int which = block == 4 ? 2 : (int)block - 1;
-    int first = args->dims.kv_kind == KV_BF16 ? METAL_ATTEND_BF16_1 : METAL_ATTEND_F32_1;
-    metal_use(device, (enum metal_kernel)(first + which));
+    bool bf16 = args->dims.kv_kind == KV_BF16;
+    uint32_t block = group >= 3 ? 4 : group, blocks = group > 4 ? 2 : 1;
+    int by_row =
+        (bf16 ? METAL_ATTEND_BF16_1 : METAL_ATTEND_F32_1) + (block == 4 ? 2 : (int)block - 1);
+    int in_tiles = bf16 ? METAL_ATTEND_TILE_BF16 : METAL_ATTEND_TILE_F32;
+    metal_use(device, (enum metal_kernel)(d.tiled ? in_tiles : by_row));
     metal_set(device, 0, batch->device_segments);
     metal_set_bytes(device, 1, &d, sizeof d);
     metal_set(device, 2, args->q);
@@ -249,19 +305,66 @@ static void metal_attention(struct device *device, const struct attention_args *
     metal_set(device, 7, args->y);
     metal_set(device, 8, sums);
     metal_set(device, 9, stats);
-    metal_launch(device, d.kv_heads * metal_ceil(group, block), d.splits, batch->rows, 128);
+    if (d.tiled)
+        metal_launch(device, d.kv_heads, d.splits, tiles, 256);
+    else
+        metal_launch(device, d.kv_heads * choice_ceil(group, block * blocks), d.splits, tiles,
+                     128 * blocks);
     if (d.splits == 1)
         return;
     metal_use(device, METAL_ATTEND_MERGE);
+    metal_set(device, 0, batch->device_segments);
     metal_set_bytes(device, 1, &d, sizeof d);
     metal_set(device, 3, args->qg);
     metal_set(device, 7, args->y);
     metal_set(device, 8, sums);
     metal_set(device, 9, stats);
-    metal_launch(device, d.heads, batch->rows, 1, 256);
+    metal_launch(device, d.heads, tiles, d.tile_rows, 256);
+}
+
+static void metal_attention(struct device *device, const struct attention_args *args)
+{
+    uint32_t group = args->dims.heads / args->dims.kv_heads;
+    struct attend_dims d = {
+        .heads = args->dims.heads,
+        .kv_heads = args->dims.kv_heads,
+        .segments = args->batch->segments,
+        .pages_max = args->batch->pages_max,
+        .tile_min_rows = choice_tile_min_rows(group),
+        .tile_rows = 1,
+    };
+    metal_attend(device, args, d);
+    d.tiled = true;
+    d.tile_rows = CHOICE_FLASH_ROWS / group;
+    if (d.tile_rows)
+        metal_attend(device, args, d);
 }
 
 /* ---- experts ------------------------------------------------------------------------------ */
+
+/* Up to 4 rows: the products and the choice in one command. */
+static void metal_route_rows(struct device *device, const struct moe_route_args *args,
+                             const struct linear_args *project, const struct route_dims *r)
+{
+    struct linear_dims d = metal_linear_dims(project, 8);
+    struct span arrived = metal_scratch(device, METAL_SCRATCH_ARRIVED, 4);
+    if (!arrived.base)
+        return;
+    metal_use(device, args->rows == 1 ? METAL_ROUTE_ROWS_1 : METAL_ROUTE_ROWS_4);
+    metal_set(device, 0, args->x);
+    metal_set(device, 2, args->gain);
+    metal_set_bytes(device, 3, &d, sizeof d);
+    metal_set_weight(device, 4, args->router);
+    metal_set_weight(device, 8, args->shared_router);
+    metal_set(device, 20, args->h);
+    metal_set(device, 21, project->out[0]);
+    metal_set(device, 22, arrived);
+    metal_set(device, 23, args->ids);
+    metal_set(device, 24, args->weights);
+    metal_set(device, 25, args->shared_gate);
+    metal_set_bytes(device, 26, r, sizeof *r);
+    metal_launch(device, d.first_tile[LINEAR_MAX] + 1, 1, 1, 64);
+}
 
 static void metal_moe_route(struct device *device, const struct moe_route_args *args)
 {
@@ -280,7 +383,11 @@ static void metal_moe_route(struct device *device, const struct moe_route_args *
         .weight = {args->router, args->shared_router},
         .out = {logits, span_at(logits, shared_at)},
     };
-    metal_project(device, &project, args->h);
+    if (choice_routes_at_once(args->rows, metal_has_fences(device))) {
+        metal_route_rows(device, args, &project, &d);
+        return;
+    }
+    metal_project(device, &project, args->h, true);
     metal_use(device, METAL_TOPK);
     metal_set(device, 0, logits);
     metal_set(device, 1, span_at(logits, shared_at));
@@ -308,7 +415,7 @@ static void metal_experts_few(struct device *device, const struct moe_experts_ar
     metal_set(device, 2, act);
     metal_set_bytes(device, 3, d, sizeof *d);
     metal_set_experts(device, in);
-    metal_launch(device, metal_ceil(d->act_width, 4), d->topk + 1, d->rows, 64);
+    metal_launch(device, choice_ceil(d->act_width, 4), d->topk + 1, d->rows, 64);
     metal_use(device, METAL_DOWN_ROWS);
     metal_set(device, 0, act);
     metal_set(device, 1, args->ids);
@@ -317,7 +424,7 @@ static void metal_experts_few(struct device *device, const struct moe_experts_ar
     metal_set_experts(device, out);
     metal_set(device, 16, args->weights);
     metal_set(device, 17, args->shared_gate);
-    metal_launch(device, metal_ceil(d->hidden, 8), d->rows, 1, 64);
+    metal_launch(device, choice_ceil(d->hidden, 8), d->rows, 1, 64);
 }
 
 static void metal_experts_many(struct device *device, const struct moe_experts_args *args,
@@ -327,8 +434,9 @@ static void metal_experts_many(struct device *device, const struct moe_experts_a
     uint64_t pairs = (uint64_t)d->rows * (d->topk + 1);
     uint64_t blocks_at = (4 * pairs + 15) / 16 * 16;
     /* Every expert can leave one block half full. */
-    uint32_t blocks = metal_ceil((uint64_t)d->rows * d->topk, METAL_TILE_ROWS) + d->experts +
-                      metal_ceil(d->rows, METAL_TILE_ROWS);
+    uint32_t blocks = choice_ceil((uint64_t)d->rows * d->topk, d->block_rows) + d->experts +
+                      choice_ceil(d->rows, d->block_rows);
+    bool skinny = d->block_rows == 8, tensor = metal_uses_tensor(device);
     struct span order = metal_scratch(device, METAL_SCRATCH_ORDER, blocks_at + 16ull * blocks);
     struct span parts = metal_scratch(device, METAL_SCRATCH_PARTS, 4 * pairs * d->hidden);
     if (!order.base || !parts.base)
@@ -340,29 +448,36 @@ static void metal_experts_many(struct device *device, const struct moe_experts_a
     metal_set_bytes(device, 3, d, sizeof *d);
     metal_set_bytes(device, 4, &blocks, sizeof blocks);
     metal_launch(device, 1, 1, 1, 1024);
-    metal_use(device, METAL_GATE_UP_TILE);
+    metal_use(device, skinny                ? METAL_GATE_UP_SKINNY
+                      : tensor              ? METAL_GATE_UP_TENSOR
+                      : d->block_rows == 64 ? METAL_GATE_UP_TILE_64
+                                            : METAL_GATE_UP_TILE_32);
     metal_set(device, 0, args->h);
     metal_set(device, 1, order);
     metal_set(device, 2, act);
     metal_set_bytes(device, 3, d, sizeof *d);
     metal_set_experts(device, in);
     metal_set(device, 16, span_at(order, blocks_at));
-    metal_launch(device, metal_ceil(d->act_width, 32), blocks, 1, 128);
-    metal_use(device, METAL_DOWN_TILE);
+    metal_launch(device, choice_ceil(d->act_width, skinny ? 16 : tensor ? 64 : 32), blocks, 1, 128);
+    metal_use(device, skinny                ? METAL_DOWN_SKINNY
+                      : tensor              ? METAL_DOWN_TENSOR
+                      : d->block_rows == 64 ? METAL_DOWN_TILE_64
+                                            : METAL_DOWN_TILE_32);
     metal_set(device, 0, act);
     metal_set(device, 1, order);
     metal_set(device, 2, parts);
     metal_set_bytes(device, 3, d, sizeof *d);
     metal_set_experts(device, out);
     metal_set(device, 16, span_at(order, blocks_at));
-    metal_launch(device, metal_ceil(d->hidden, METAL_TILE_COLUMNS), blocks, 1, 128);
+    metal_launch(device, choice_ceil(d->hidden, skinny ? METAL_SKINNY_COLUMNS : METAL_TILE_COLUMNS),
+                 blocks, 1, 128);
     metal_use(device, METAL_COMBINE);
     metal_set(device, 0, parts);
     metal_set(device, 2, args->x);
     metal_set_bytes(device, 3, d, sizeof *d);
     metal_set(device, 16, args->weights);
     metal_set(device, 17, args->shared_gate);
-    metal_launch(device, metal_ceil(d->hidden, 256), d->rows, 1, 256);
+    metal_launch(device, choice_ceil(d->hidden, 256), d->rows, 1, 256);
 }
 
 static void metal_moe_experts(struct device *device, const struct moe_experts_args *args)
@@ -390,7 +505,9 @@ static void metal_moe_experts(struct device *device, const struct moe_experts_ar
         metal_scratch(device, METAL_SCRATCH_ACT, 4ull * d.rows * (d.topk + 1) * d.act_width);
     if (!act.base)
         return;
-    if (d.rows <= METAL_FEW_ROWS)
+    enum choice_rows kind = choice_experts(d.rows, d.topk, d.experts, metal_uses_tensor(device));
+    d.block_rows = kind == CHOICE_TILE_64 ? 64 : kind == CHOICE_TILE_32 ? 32 : 8;
+    if (kind == CHOICE_ROW)
         metal_experts_few(device, args, &d, act, in, out);
     else
         metal_experts_many(device, args, &d, act, in, out);
@@ -400,7 +517,7 @@ static void metal_moe_experts(struct device *device, const struct moe_experts_ar
 
 static void metal_argmax(struct device *device, const struct argmax_args *args)
 {
-    uint32_t runs = metal_ceil(args->vocab, 256);
+    uint32_t runs = choice_ceil(args->vocab, 256);
     struct sample_dims d = {.vocab = args->vocab,
                             .parts = runs < METAL_ARGMAX_PARTS ? runs : METAL_ARGMAX_PARTS};
     struct span parts = metal_scratch(device, METAL_SCRATCH_SAMPLE, 16ull * args->rows * d.parts);

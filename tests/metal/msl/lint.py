@@ -5,7 +5,7 @@ decides in the lint build; see build.lint(). Rule numbers are those of README.md
 """
 import re
 
-from .lex import find_close, is_attribute, join, split_commas, tokenize
+from .lex import Token, find_close, is_attribute, join, split_commas, tokenize
 
 _BANNED = {
     'double': 'double', 'goto': 'goto', 'virtual': 'virtual', 'throw': 'an exception',
@@ -54,7 +54,7 @@ class Linter:
         self.tokens = [t for t in everything if not t.file.startswith(shim)]
         self.type_names = {self.tokens[i + 1].text for i, t in enumerate(self.tokens[:-1])
                            if t.text in ('struct', 'typename', 'class')}
-        self.calls, self.definitions = {}, {}
+        self.calls, self.definitions, self.overloads = {}, {}, {}
 
     def error(self, token, rule, message):
         self.found.append(f'{token.file}:{token.line}: error: subset rule {rule}: {message}')
@@ -156,10 +156,24 @@ class Linter:
         opening = next(i for i, t in enumerate(head) if t.text == '(')
         name = head[opening - 1].text
         self.definitions[name] = self.definitions.get(name, 0) + 1
+        self.check_overload(name, head, opening)
         in_kernel = any(t.text == 'kernel' for t in head)
         if in_kernel:
             self.check_kernel(name, head[opening].line)
         return name, in_kernel
+
+    def check_overload(self, name, head, opening):
+        """One name for the same types in two address spaces: compilers differ on such."""
+        closing = find_close(head + [Token('end', '')], opening)
+        types, spaces = [], []
+        for argument in split_commas(head[opening + 1:closing]):
+            words = [t.text for t in argument]
+            spaces.append([w for w in words if w in _SPACES])
+            plain = [w for w in words if w not in _SPACES]
+            types.append(' '.join(plain[:-1] if len(plain) > 1 else plain))
+        known = self.overloads.setdefault((name, tuple(types)), spaces)
+        if known != spaces:
+            self.error(head[opening - 1], 2, f'{name} is overloaded by address space')
 
     def check_in_function(self, i, t, function, in_kernel, head):
         after = self.tokens[i + 1].text

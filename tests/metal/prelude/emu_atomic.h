@@ -1,11 +1,26 @@
-// Atomics, relaxed order only: Metal has no other order for read-modify-write. They exist for
-// device and threadgroup memory, so the lint build declares one overload for each.
+// Atomics, relaxed order only: Metal has no other order for them. They exist for device and
+// threadgroup memory, so the lint build declares one overload for each. Fences are of Metal 3.2 and
+// take relaxed or seq_cst.
 #pragma once
 
 namespace metal
 {
 
-enum memory_order { memory_order_relaxed };
+enum memory_order { memory_order_relaxed, memory_order_seq_cst };
+enum thread_scope {
+    thread_scope_thread,
+    thread_scope_simdgroup,
+    thread_scope_threadgroup,
+    thread_scope_device
+};
+
+EMU_INLINE void atomic_thread_fence(mem_flags flags, memory_order order,
+                                    thread_scope scope = thread_scope_device)
+{
+    bool is_for_device = ((int)flags & EMU_MEM_DEVICE) != 0;
+    if (is_for_device && order == memory_order_seq_cst && scope == thread_scope_device)
+        emu_device_fence();
+}
 
 template <class T> struct atomic {
     T emu_value;
@@ -24,8 +39,7 @@ template <class T> using emu_same_t = typename emu_same<T>::type;
 
 template <class T, class F> EMU_INLINE T emu_update(T *p, F next)
 {
-    T old, wanted;
-    __atomic_load(p, &old, __ATOMIC_RELAXED);
+    T old = T(0), wanted; // a guess: where it is wrong the first exchange says so
     do
         wanted = next(old);
     while (!__atomic_compare_exchange(p, &old, &wanted, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));

@@ -188,9 +188,11 @@ template <auto descriptor, class Scope> struct matmul2d {
     // The body's reads are not instrumented: it says what it will touch.
     template <class X> static void emu_touch_rows(const X &x, long rows, long columns)
     {
+#ifdef EMU_CHECKED // only then has it been told of the writes before
         for (long r = 0; r < rows && columns > 0; r++)
             emu_touch((const void *)(x.emu_data + r * x.emu_strides[1]),
                       (emu_size)columns * sizeof(typename X::value_type), 0);
+#endif
     }
 
     template <class A, class B, class C>
@@ -215,6 +217,8 @@ template <auto descriptor, class Scope> struct matmul2d {
                 emu_violation("matmul2d: its static K reaches past the K of a tensor");
             k_end = descriptor.emu_k < k_end ? descriptor.emu_k : k_end;
         }
+        if (emu_products_are_broken())
+            k_end--;
         long rows = a.get_extent(tl ? 0 : 1), columns = b.get_extent(tr ? 1 : 0);
         rows = rows < descriptor.emu_m ? rows : descriptor.emu_m;
         columns = columns < descriptor.emu_n ? columns : descriptor.emu_n;

@@ -27,6 +27,8 @@ static void dispatch_on_signal(int signal, siginfo_t *info, void *context)
     char where[128];
     if (signal == SIGALRM)
         report_add("timeout", NULL, "kernel %s did not end in time", machine.kernel->name);
+    else if (signal == SIGILL) /* -fsanitize=local-bounds: through a pointer, after inlining */
+        report_add("bounds", (const char *)info->si_addr + 1, "outside of an array of the thread");
     else if (signal == SIGFPE)
         report_add("undefined", NULL, "kernel %s: integer division by zero", machine.kernel->name);
     else if (memory_describe(info->si_addr, where, sizeof where))
@@ -37,7 +39,7 @@ static void dispatch_on_signal(int signal, siginfo_t *info, void *context)
     siglongjmp(machine.escape, 1);
 }
 
-static const int caught_signals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGALRM};
+static const int caught_signals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGALRM};
 enum { CAUGHT_SIGNALS = sizeof caught_signals / sizeof *caught_signals };
 
 struct guard {
@@ -112,9 +114,8 @@ static bool dispatch_bind(const struct emu_dispatch *d)
     const struct kernel *k = machine.kernel;
     memcpy(bindings->buffer, d->buffer, sizeof bindings->buffer);
     for (int i = 0; i < EMU_BUFFERS_MAX; i++)
-        bindings->threadgroup[i] = d->threadgroup_bytes[i]
-                                       ? memory_place_argument(i, d->threadgroup_bytes[i])
-                                       : NULL;
+        bindings->threadgroup[i] =
+            d->threadgroup_bytes[i] ? memory_place_argument(i, d->threadgroup_bytes[i]) : NULL;
     for (int i = 0; i < k->parameter_count; i++) {
         const struct emu_parameter *p = &k->parameters[i];
         if (p->kind == EMU_ARG_BUFFER)
@@ -167,9 +168,8 @@ static void dispatch_run(const struct emu_dispatch *d)
     uint64_t groups = 1;
     for (int i = 0; i < 3; i++) {
         t.dispatch_threadgroup_size[i] = d->threads[i];
-        t.threadgroups_per_grid[i] = d->grid_in_threads
-                                         ? (d->grid[i] + d->threads[i] - 1) / d->threads[i]
-                                         : d->grid[i];
+        t.threadgroups_per_grid[i] =
+            d->grid_in_threads ? (d->grid[i] + d->threads[i] - 1) / d->threads[i] : d->grid[i];
         t.threads_per_grid[i] = d->grid_in_threads ? d->grid[i] : d->grid[i] * d->threads[i];
         groups *= t.threadgroups_per_grid[i];
     }
@@ -204,6 +204,18 @@ int emu_dispatch(const struct emu_dispatch *d)
     machine.in_kernel = false;
     dispatch_guard_end(&guard);
     return report_count();
+}
+
+static bool broken_products;
+
+void emu_break_products(bool broken)
+{
+    broken_products = broken;
+}
+
+int emu_products_are_broken(void)
+{
+    return broken_products;
 }
 
 uint64_t emu_switches(void)

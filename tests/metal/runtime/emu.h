@@ -59,8 +59,10 @@ uint64_t emu_buffer_left(const void *address);
 /* Runs the dispatch and returns the number of findings, of which the first are kept. */
 int emu_dispatch(const struct emu_dispatch *d);
 const struct emu_finding *emu_finding(int i); /* null past the last kept */
-uint64_t emu_switches(void);                  /* of fibers, in the last dispatch */
-uint64_t emu_accesses(void);                  /* checked, in the last dispatch */
-uint32_t emu_threadgroup_bytes_used(void);    /* of the last dispatch's kernel */
+/* A machine whose matmul2d leaves out the last step of K. */
+void emu_break_products(bool broken);
+uint64_t emu_switches(void);               /* of fibers, in the last dispatch */
+uint64_t emu_accesses(void);               /* checked, in the last dispatch */
+uint32_t emu_threadgroup_bytes_used(void); /* of the last dispatch's kernel */
 
 #endif

@@ -101,6 +101,10 @@ EMU_ONE_CALL const void *emu_site(void);
 EMU_ONE_CALL void emu_threadgroup_barrier(int flags, const void *site);
 EMU_ONE_CALL void emu_simdgroup_barrier(int flags, const void *site);
 
+/* Orders what the threadgroup did to device memory before with what it does after, for all
+ * threadgroups. */
+void emu_device_fence(void);
+
 /* Waits for the other lanes of the simdgroup at the same site, then `body` runs for all. */
 void emu_simd_collective(const void *site, void *in, void *out, emu_collective body);
 
@@ -120,6 +124,9 @@ void emu_touch(const void *address, emu_size bytes, int is_write);
 
 /* An index of a vector or metal::array is out of range. */
 void emu_index_outside(void);
+
+/* Whether this machine's TensorOps are to be wrong; see emu_break_products. */
+int emu_products_are_broken(void);
 
 /* A rule of the language was broken by the operation in which the thread waits. */
 void emu_violation(const char *message);

@@ -73,6 +73,7 @@ void *__tsan_memset(void *to, int value, size_t bytes)
     type __tsan_atomic##bits##_##name(volatile type *a, type v, int order)                         \
     {                                                                                              \
         (void)order;                                                                               \
+        memory_note_update((const void *)a);                                                       \
         memory_access((const void *)a, sizeof *a, true, true, SITE);                               \
         type old = *a;                                                                             \
         *a = (type)(expression);                                                                   \
@@ -87,6 +88,7 @@ void *__tsan_memset(void *to, int value, size_t bytes)
     {                                                                                              \
         (void)order;                                                                               \
         (void)failure_order;                                                                       \
+        memory_note_update((const void *)a);                                                       \
         memory_access((const void *)a, sizeof *a, true, true, SITE);                               \
         type old = *a;                                                                             \
         if (old == *expected) {                                                                    \
@@ -119,6 +121,7 @@ void *__tsan_memset(void *to, int value, size_t bytes)
     {                                                                                              \
         (void)order;                                                                               \
         (void)failure_order;                                                                       \
+        memory_note_update((const void *)a);                                                       \
         memory_access((const void *)a, sizeof *a, true, true, SITE);                               \
         type old = *a;                                                                             \
         if (old == expected)                                                                       \

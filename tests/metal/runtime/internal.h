@@ -90,6 +90,8 @@ void memory_begin_threadgroup(void);
 void *memory_place_argument(int index, uint32_t bytes);
 void memory_access(const void *address, size_t bytes, bool is_write, bool is_atomic,
                    const void *site);
+/* An atomic that reads and writes, before its access: by it threadgroups learn of each other. */
+void memory_note_update(const void *address);
 /* Marks the buffers that the dispatch may only read. */
 void memory_set_read_only(const struct emu_bindings *bindings, const struct kernel *kernel);
 bool memory_describe(const void *address, char *out, size_t out_bytes);

@@ -5,7 +5,9 @@
  * code comes to memory_access(), which finds the region or slot and then looks at one shadow cell
  * a byte: who wrote last, who read last, and in which barrier epoch. Two accesses of different
  * threads are ordered only when a barrier that names the memory lies between them; threads of
- * different threadgroups of one dispatch are never ordered. */
+ * different threadgroups of one dispatch are never ordered. What one of them stores by an atomic
+ * another may load by one, if both have a fence between that and how they came to know of each
+ * other: the first after its store, the second before its load. */
 #include "internal.h"
 
 #include <stdio.h>
@@ -29,7 +31,7 @@ struct shadow {
     uint32_t first_read_epoch;        /* of the last dispatch that read */
     uint16_t writer, write_sync;
     uint16_t reader, read_sync;
-    bool write_was_atomic;
+    bool write_was_atomic, fenced; /* fenced: since the write, by its threadgroup */
 };
 
 struct region {
@@ -54,6 +56,9 @@ static uint8_t arena_owner[ARENA_BYTES]; /* slot + 1, 0 in a gap */
 static struct slot slots[SLOTS_MAX];
 static int slot_count;
 static uint32_t arena_end, threadgroup_bytes;
+static struct shadow **unfenced; /* cells that this threadgroup stored since its last fence */
+static int unfenced_count, unfenced_room;
+static bool has_fenced; /* this threadgroup, since its last update of an atomic */
 
 /* ---- buffers ------------------------------------------------------------------------------ */
 
@@ -227,6 +232,8 @@ void memory_begin_threadgroup(void)
     machine.threadgroup.threadgroup_start = ++machine.threadgroup.now;
     /* 0xFF bytes are a NaN in every float type, so that what was not written shows. */
     memset(arena, 0xFF, ARENA_BYTES);
+    unfenced_count = 0;
+    has_fenced = false;
 }
 
 uint32_t emu_threadgroup_bytes_used(void)
@@ -314,6 +321,46 @@ static void memory_check_cell(struct shadow *c, const struct access *a)
     }
 }
 
+/* ---- atomics between threadgroups --------------------------------------------------------- */
+
+static void memory_note_store(struct shadow *c)
+{
+    c->fenced = false;
+    if (unfenced_count == unfenced_room) {
+        unfenced_room = unfenced_room ? 2 * unfenced_room : 1024;
+        unfenced = realloc(unfenced, (size_t)unfenced_room * sizeof *unfenced);
+        if (!unfenced)
+            abort();
+    }
+    unfenced[unfenced_count++] = c;
+}
+
+void emu_device_fence(void)
+{
+    for (int i = 0; i < unfenced_count; i++)
+        unfenced[i]->fenced = true;
+    unfenced_count = 0;
+    has_fenced = true;
+}
+
+void memory_note_update(const void *address)
+{
+    if ((uintptr_t)address - (uintptr_t)arena < ARENA_BYTES)
+        return;
+    has_fenced = false;
+    unfenced_count = 0; /* a fence that comes now comes too late for them */
+}
+
+static void memory_check_order(const struct shadow *c, const struct access *a)
+{
+    bool by_other_group = c->write_epoch >= a->epochs->dispatch_start &&
+                          c->write_epoch < a->epochs->threadgroup_start;
+    if (by_other_group && c->write_was_atomic && !(c->fenced && has_fenced))
+        report_add("order", a->site, "atomic load of byte %lu of %s, which another threadgroup "
+                   "stored, with no fence %s", (unsigned long)a->offset, a->name,
+                   c->fenced ? "before it" : "after the store");
+}
+
 /* ---- accesses ----------------------------------------------------------------------------- */
 
 static void memory_report_gap(uint32_t offset, size_t bytes, bool is_write, const void *site)
@@ -376,7 +423,11 @@ static void memory_access_device(struct access *a, struct region *r, uint64_t of
     a->sync = machine.current->simdgroup->device_sync;
     for (size_t i = 0; i < bytes; i++) {
         a->offset = offset + i;
+        if (a->is_atomic && !a->is_write)
+            memory_check_order(&r->shadow[offset + i], a);
         memory_check_cell(&r->shadow[offset + i], a);
+        if (a->is_atomic && a->is_write)
+            memory_note_store(&r->shadow[offset + i]);
     }
 }
 

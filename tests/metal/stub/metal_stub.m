@@ -5,9 +5,17 @@
 // memory; findings of the emulator make the command buffer fail. Environment, for tests:
 //   EMU_MODE   fast (default), fastmath, checked
 //   EMU_ORDER  forward (default), reverse, random
-//   EMU_FAIL   device, family, compile, function, memory, commands, lost: what is to go wrong
-//   EMU_SOURCE a file whose text stands in for the kernels' own: wrong kernels, made by mutate.py
+//   EMU_FLUSH  1: denormal numbers count as zero, as GPUs do in a fast mode
+//   EMU_SYSTEM the version of macOS that is played: 26.1, as new as any, unless it is set
+//   EMU_FAMILY the Apple family of the GPU: 10 unless it is set
+//   EMU_FAIL   device, compile, compile-tensor, product-tensor, function, memory, archive,
+//              residency, commands, timeout, pressure, lost: what is to go wrong
+//   EMU_TORN   a kernel: its first command stops half way through its threadgroups, with an error
+//   EMU_PATCH, EMU_TENSOR_PATCH   files of kernels that stand in for those of their names in the
+//              first and the second text: wrong ones, made by mutate.py
 //   EMU_TIMEOUT milliseconds of CPU time that a dispatch may take (0: any)
+//   EMU_MEMORY, EMU_BUFFER_MAX   bytes of the working set and of a buffer at most (8 GiB each)
+//   EMU_EVENTS a file to which what happens to archives, buffers and residency is appended
 //   EMU_COUNT  a file to which the number of dispatches of each wait is appended
 #import <Metal/Metal.h>
 
@@ -22,7 +30,7 @@
 #define EMU_TEXT_(x) #x
 #define EMU_TEXT(x) EMU_TEXT_(x)
 
-enum { TEXT_BYTES = 8192, WORKING_SET_GIB = 8 };
+enum { TEXT_BYTES = 8192 };
 
 static void stub_refuse(const char *rule)
 {
@@ -39,6 +47,41 @@ static const char *stub_setting(const char *name, const char *otherwise)
 static bool stub_fails(const char *what)
 {
     return !strcmp(stub_setting("EMU_FAIL", ""), what);
+}
+
+static uint64_t stub_number(const char *name, uint64_t otherwise)
+{
+    const char *value = getenv(name);
+    return value && *value ? strtoull(value, NULL, 10) : otherwise;
+}
+
+static void stub_event(const char *format, ...)
+{
+    const char *path = getenv("EMU_EVENTS");
+    FILE *out = path ? fopen(path, "a") : NULL;
+    if (!out)
+        return;
+    va_list list;
+    va_start(list, format);
+    vfprintf(out, format, list);
+    va_end(list);
+    fclose(out);
+}
+
+bool emu_system_is(int major, int minor)
+{
+    int own_major = 26, own_minor = 1;
+    sscanf(stub_setting("EMU_SYSTEM", "26.1"), "%d.%d", &own_major, &own_minor);
+    return own_major > major || (own_major == major && own_minor >= minor);
+}
+
+// The SDK declares `what` with API_AVAILABLE(macos(major.0)): only a guarded call may get here.
+static void stub_since(int major, const char *what)
+{
+    if (emu_system_is(major, 0))
+        return;
+    fprintf(stderr, "unrecognized selector: %s is of macOS %d\n", what, major);
+    abort();
 }
 
 // ---- Foundation
@@ -100,6 +143,37 @@ extern id class_createInstance(Class c, size_t extra);
 }
 @end
 
+@implementation NSArray
++ (instancetype)arrayWithObject:(id)object
+{
+    NSArray *a = [NSArray new];
+    a->only = object;
+    return a;
+}
+@end
+
+@implementation NSURL
++ (instancetype)fileURLWithPath:(NSString *)path
+{
+    NSURL *u = [NSURL new];
+    u->file = path;
+    return u;
+}
+@end
+
+@implementation NSProcessInfo
++ (NSProcessInfo *)processInfo
+{
+    return [NSProcessInfo new];
+}
+- (NSString *)operatingSystemVersionString
+{
+    char text[64];
+    snprintf(text, sizeof text, "Version %s (Build 0)", stub_setting("EMU_SYSTEM", "26.1"));
+    return [NSString stringWithUTF8String:text];
+}
+@end
+
 @implementation NSError
 - (NSString *)localizedDescription
 {
@@ -127,7 +201,16 @@ static NSError *stub_error(NSInteger code, const char *format, ...)
 // ---- objects
 
 @implementation MTLCompileOptions
-@synthesize languageVersion = version, mathMode = mode, fastMathEnabled = fast;
+@synthesize languageVersion = version, fastMathEnabled = fast;
+- (void)setMathMode:(MTLMathMode)value
+{
+    stub_since(15, "mathMode");
+    mode = value;
+}
+- (MTLMathMode)mathMode
+{
+    return mode;
+}
 @end
 
 @interface EmuBuffer : NSObject <MTLBuffer> {
@@ -162,13 +245,15 @@ static NSError *stub_error(NSInteger code, const char *format, ...)
 
 @interface EmuLibrary : NSObject <MTLLibrary> {
   @public
-    void *library;
+    void *library, *patch;
 }
 @end
 @implementation EmuLibrary
 - (id<MTLFunction>)newFunctionWithName:(NSString *)name
 {
-    void *kernel = stub_fails("function") ? NULL : emu_library_kernel(library, name.UTF8String);
+    void *kernel = patch ? emu_library_kernel(patch, name.UTF8String) : NULL;
+    if (!kernel && !stub_fails("function"))
+        kernel = emu_library_kernel(library, name.UTF8String);
     if (!kernel)
         return nil;
     EmuFunction *f = [EmuFunction new];
@@ -178,9 +263,103 @@ static NSError *stub_error(NSInteger code, const char *format, ...)
 }
 @end
 
+// Its file is a list of kernel names; one that begins with anything else is damaged.
+static const char stub_archive_magic[] = "emulated archive\n";
+
+@implementation MTLBinaryArchiveDescriptor
+@synthesize url = place;
+@end
+@implementation MTLComputePipelineDescriptor
+@synthesize computeFunction = function, binaryArchives = archives;
+@end
+
+@interface EmuArchive : NSObject <MTLBinaryArchive> {
+  @public
+    char names[4096]; // each with a newline before and after
+}
+@end
+@implementation EmuArchive
+- (bool)holds:(NSString *)name
+{
+    char line[128];
+    snprintf(line, sizeof line, "\n%s\n", name.UTF8String);
+    return strstr(names, line) != NULL;
+}
+- (bool)load:(const char *)path
+{
+    char text[sizeof names] = "";
+    FILE *in = fopen(path, "r");
+    size_t n = in ? fread(text, 1, sizeof text - 1, in) : 0, magic = sizeof stub_archive_magic - 1;
+    if (in)
+        fclose(in);
+    if (n < magic || memcmp(text, stub_archive_magic, magic))
+        return false;
+    snprintf(names, sizeof names, "%s", text + magic - 1);
+    return true;
+}
+- (BOOL)addComputePipelineFunctionsWithDescriptor:(MTLComputePipelineDescriptor *)descriptor
+                                            error:(NSError **)error
+{
+    (void)error;
+    size_t n = strlen(names);
+    snprintf(names + n, sizeof names - n, "%s%s\n", n ? "" : "\n",
+             descriptor.computeFunction.name.UTF8String);
+    return YES;
+}
+- (BOOL)serializeToURL:(NSURL *)url error:(NSError **)error
+{
+    FILE *out = stub_fails("archive") ? NULL : fopen(url->file.UTF8String, "w");
+    if (!out) {
+        *error = stub_error(1, "no place for the archive");
+        return NO;
+    }
+    fprintf(out, "%.*s%s", (int)sizeof stub_archive_magic - 2, stub_archive_magic, names);
+    fclose(out);
+    stub_event("archive written\n");
+    return YES;
+}
+@end
+
+@implementation MTLResidencySetDescriptor
+@end
+
+@interface EmuResidency : NSObject <MTLResidencySet> {
+    unsigned waiting, committed;
+    NSUInteger bytes;
+}
+@end
+@implementation EmuResidency
+- (void)addAllocation:(id<MTLAllocation>)allocation
+{
+    waiting++;
+    bytes += ((id<MTLBuffer>)allocation).length;
+}
+- (void)removeAllAllocations
+{
+    waiting = 0;
+    bytes = 0;
+}
+- (void)commit
+{
+    committed = waiting;
+    stub_event("residency of %u buffers\n", committed);
+}
+- (void)requestResidency
+{
+    if (!committed)
+        stub_refuse("requestResidency before any commit: nothing would become resident");
+    stub_event("residency requested\n");
+}
+- (void)endResidency
+{
+    stub_event("residency ended\n");
+}
+@end
+
 @interface EmuPipeline : NSObject <MTLComputePipelineState> {
   @public
     void *kernel;
+    NSString *label;
 }
 @end
 @implementation EmuPipeline
@@ -194,8 +373,17 @@ static NSError *stub_error(NSInteger code, const char *format, ...)
 struct stub_job {
     struct emu_dispatch dispatch;
     void *bytes[EMU_BUFFERS_MAX];
+    bool is_torn;
     struct stub_job *next;
 };
+
+static bool stub_tears(const char *kernel)
+{
+    static bool is_over;
+    bool tears = !is_over && !strcmp(stub_setting("EMU_TORN", ""), kernel);
+    is_over = is_over || tears;
+    return tears;
+}
 
 @interface EmuCommands : NSObject <MTLCommandBuffer> {
   @public
@@ -266,8 +454,12 @@ struct stub_job {
         .grid = {(uint32_t)groups.width, (uint32_t)groups.height, (uint32_t)groups.depth},
         .threads = {(uint32_t)threads.width, (uint32_t)threads.height, (uint32_t)threads.depth},
         .timeout_ms = (uint32_t)strtoul(stub_setting("EMU_TIMEOUT", "0"), NULL, 10),
+        .flush_to_zero = *stub_setting("EMU_FLUSH", "0") == '1',
         .seed = 1, // the same for each: two runs of one case must be bit-equal
     };
+    job->is_torn = stub_tears(pipeline->label.UTF8String);
+    if (job->is_torn)
+        job->dispatch.grid[0] = job->dispatch.grid[0] / 2 | 1; // no pair of them is whole
     for (int i = 0; i < 3; i++)
         if (!strcmp(stub_setting("EMU_ORDER", "forward"), orders[i]))
             job->dispatch.order = i;
@@ -323,7 +515,10 @@ struct stub_job {
 {
     unsigned count = 0;
     for (struct stub_job *job = first; job && !failure; job = job->next, count++) {
-        if (!emu_dispatch(&job->dispatch))
+        bool is_wrong = emu_dispatch(&job->dispatch) > 0;
+        if (job->is_torn)
+            failure = stub_error(MTLCommandBufferErrorPageFault, "Caused GPU Address Fault Error");
+        if (!is_wrong)
             continue;
         const struct emu_finding *f = emu_finding(0);
         char place[64] = "";
@@ -354,6 +549,8 @@ struct stub_job {
     if (now >= MTLCommandBufferStatusCompleted)
         return;
     if (stub_fails("commands"))
+        failure = stub_error(MTLCommandBufferErrorPageFault, "Caused GPU Address Fault Error");
+    else if (stub_fails("timeout"))
         failure = stub_error(MTLCommandBufferErrorTimeout, "Caused GPU Timeout Error");
     else if (stub_fails("lost"))
         failure = stub_error(MTLCommandBufferErrorDeviceRemoved, "Device was removed");
@@ -380,24 +577,47 @@ struct stub_job {
 {
     return [EmuCommands new];
 }
+- (void)addResidencySet:(id<MTLResidencySet>)set
+{
+    stub_since(15, "addResidencySet:");
+    if (!set)
+        stub_refuse("addResidencySet: nil");
+}
 @end
 
 // ---- the device
+
+// The compiler is tests/metal/check.py, which keeps what it has built. Null, with the reason in
+// answer, when it refuses the file.
+static void *stub_compile(const char *path, unsigned version, char answer[TEXT_BYTES])
+{
+    char command[1024];
+    snprintf(command, sizeof command, "python3 %s/check.py build %s - %u <%s 2>&1",
+             EMU_TEXT(EMU_FOLDER), stub_setting("EMU_MODE", "fast"), version, path);
+    FILE *compiler = popen(command, "r");
+    size_t n = fread(answer, 1, TEXT_BYTES - 1, compiler);
+    int failed = pclose(compiler);
+    answer[n - (n && answer[n - 1] == '\n')] = 0;
+    void *library = failed ? NULL : emu_library_open(answer, NULL, 0);
+    if (!failed && !library)
+        snprintf(answer, TEXT_BYTES, "%s", emu_error());
+    return library;
+}
 
 @interface EmuDevice : NSObject <MTLDevice>
 @end
 @implementation EmuDevice
 - (NSUInteger)maxBufferLength
 {
-    return (NSUInteger)WORKING_SET_GIB << 30;
+    return stub_number("EMU_BUFFER_MAX", 8ull << 30);
 }
 - (uint64_t)recommendedMaxWorkingSetSize
 {
-    return (uint64_t)WORKING_SET_GIB << 30;
+    return stub_number("EMU_MEMORY", 8ull << 30);
 }
 - (BOOL)supportsFamily:(MTLGPUFamily)family
 {
-    return family <= MTLGPUFamilyApple7 && !stub_fails("family");
+    return family <= 1000 + strtol(stub_setting("EMU_FAMILY", "10"), NULL, 10);
 }
 - (id<MTLCommandQueue>)newCommandQueue
 {
@@ -408,6 +628,8 @@ struct stub_job {
     (void)options;
     if (!length)
         stub_refuse("a buffer of length 0");
+    if (length > self.maxBufferLength)
+        stub_refuse("newBufferWithLength: longer than maxBufferLength");
     if (stub_fails("memory"))
         return nil;
     EmuBuffer *b = [EmuBuffer new];
@@ -425,54 +647,90 @@ struct stub_job {
     NSUInteger page = (NSUInteger)sysconf(_SC_PAGESIZE);
     if ((uintptr_t)pointer % page || length % page || !length)
         stub_refuse("newBufferWithBytesNoCopy: pointer and length must be multiples of the page");
+    if (length > self.maxBufferLength)
+        stub_refuse("newBufferWithBytesNoCopy: longer than maxBufferLength");
+    stub_event("buffer over %lu mapped bytes\n", length);
     EmuBuffer *b = [EmuBuffer new];
     b->bytes = pointer;
     b->count = length;
     emu_buffer_adopt(pointer, length, "mapped weights");
     return b;
 }
-// The compiler is tests/metal/check.py, which keeps what it has built.
 - (id<MTLLibrary>)newLibraryWithSource:(NSString *)source
                                options:(MTLCompileOptions *)options
                                  error:(NSError **)error
 {
-    char made[] = "/tmp/emu-source-XXXXXX", command[1024], answer[TEXT_BYTES] = "";
+    char made[] = "/tmp/emu-source-XXXXXX", answer[TEXT_BYTES] = "";
     MTLLanguageVersion v = options.languageVersion;
     unsigned version = (unsigned)(v >> 16) * 100 + (unsigned)(v & 0xffff) * 10;
-    const char *path = stub_setting("EMU_SOURCE", made);
+    bool tensor = v == MTLLanguageVersion4_0;
+    const char *patch = stub_setting(tensor ? "EMU_TENSOR_PATCH" : "EMU_PATCH", NULL);
     FILE *file = fdopen(mkstemp(made), "w");
     fputs(source.UTF8String, file);
-    if (stub_fails("compile"))
+    if (v >= MTLLanguageVersion3_2)
+        stub_since(15, "MTLLanguageVersion3_2");
+    if (tensor)
+        stub_since(26, "MTLLanguageVersion4_0");
+    if (stub_fails("compile") || (tensor && stub_fails("compile-tensor")))
         fputs("\nkernel void broken( {\n", file);
     fclose(file);
-    snprintf(command, sizeof command, "python3 %s/check.py build %s - %u <%s 2>&1",
-             EMU_TEXT(EMU_FOLDER), stub_setting("EMU_MODE", "fast"), version, path);
-    FILE *compiler = popen(command, "r");
-    size_t n = fread(answer, 1, sizeof answer - 1, compiler);
-    int failed = pclose(compiler);
-    unlink(made);
-    if (n && answer[n - 1] == '\n')
-        answer[n - 1] = 0;
     EmuLibrary *library = [EmuLibrary new];
-    library->library = failed ? NULL : emu_library_open(answer, NULL, 0);
-    if (library->library)
+    library->library = stub_compile(made, version, answer);
+    unlink(made);
+    if (library->library && patch)
+        library->patch = stub_compile(patch, version, answer);
+    if (library->library && (!patch || library->patch))
         return library;
-    *error = stub_error(3, "%s", failed ? answer : emu_error());
+    *error = stub_error(3, "%s", answer);
     return nil;
 }
-- (id<MTLComputePipelineState>)newComputePipelineStateWithFunction:(id<MTLFunction>)function
-                                                             error:(NSError **)error
+- (id<MTLComputePipelineState>)
+    newComputePipelineStateWithDescriptor:(MTLComputePipelineDescriptor *)descriptor
+                                  options:(MTLPipelineOption)options
+                               reflection:(MTLComputePipelineReflection *__strong *)reflection
+                                    error:(NSError **)error
 {
-    (void)error;
+    EmuFunction *function = (EmuFunction *)descriptor.computeFunction;
+    NSArray *archives = descriptor.binaryArchives;
     if (!function)
-        stub_refuse("newComputePipelineStateWithFunction: nil");
+        stub_refuse("newComputePipelineStateWithDescriptor: without a computeFunction");
+    if (reflection)
+        stub_refuse("newComputePipelineStateWithDescriptor: reflection was not asked for");
+    bool is_stored = archives && [(EmuArchive *)archives->only holds:function->label];
+    if (!is_stored && options & MTLPipelineOptionFailOnBinaryArchiveMiss) {
+        *error = stub_error(1, "not in the archive");
+        return nil;
+    }
+    stub_event("kernel %s\n", is_stored ? "stored" : "compiled");
     EmuPipeline *p = [EmuPipeline new];
-    p->kernel = ((EmuFunction *)function)->kernel;
+    p->kernel = function->kernel;
+    p->label = function->label;
     return p;
+}
+- (NSString *)name
+{
+    return [NSString stringWithUTF8String:"Emulated GPU"];
+}
+- (id<MTLBinaryArchive>)newBinaryArchiveWithDescriptor:(MTLBinaryArchiveDescriptor *)descriptor
+                                                 error:(NSError **)error
+{
+    EmuArchive *a = [EmuArchive new];
+    if (!descriptor.url || [a load:descriptor.url->file.UTF8String])
+        return a;
+    *error = stub_error(1, "not an archive");
+    return nil;
+}
+- (id<MTLResidencySet>)newResidencySetWithDescriptor:(MTLResidencySetDescriptor *)descriptor
+                                               error:(NSError **)error
+{
+    stub_since(15, "newResidencySetWithDescriptor:");
+    *error = stub_error(1, "no residency");
+    return stub_fails("residency") || !descriptor ? nil : [EmuResidency new];
 }
 @end
 
 id<MTLDevice> MTLCreateSystemDefaultDevice(void)
 {
+    emu_break_products(stub_fails("product-tensor"));
     return stub_fails("device") ? nil : [EmuDevice new];
 }

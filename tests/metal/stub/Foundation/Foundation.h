@@ -5,6 +5,17 @@
 #include <stddef.h>
 #include <stdint.h>
 
+// Of the SDK that is played; the declarations of newer ones are not there.
+#ifndef __MAC_OS_X_VERSION_MAX_ALLOWED
+#define __MAC_OS_X_VERSION_MAX_ALLOWED 260100
+#endif
+// On which system a declaration may be used: on a Mac's target clang refuses it without a guard.
+#ifdef __APPLE__
+#define STUB_SINCE(version) __attribute__((availability(macos, introduced = version)))
+#else
+#define STUB_SINCE(version)
+#endif
+
 #define NS_ENUM(type, name) enum name : type name; enum name : type
 #define NS_OPTIONS(type, name) enum name : type name; enum name : type
 
@@ -45,6 +56,25 @@ __attribute__((objc_root_class)) @interface NSObject <NSObject> {
     char *text;
     unsigned int length;
 }
+@end
+
+@interface NSArray<ObjectType> : NSObject {
+  @public
+    id only;
+}
++ (instancetype)arrayWithObject:(ObjectType)object;
+@end
+
+@interface NSURL : NSObject {
+  @public
+    NSString *file;
+}
++ (instancetype)fileURLWithPath:(NSString *)path;
+@end
+
+@interface NSProcessInfo : NSObject
+@property(class, readonly) NSProcessInfo *processInfo;
+@property(readonly) NSString *operatingSystemVersionString;
 @end
 
 @interface NSError : NSObject {
