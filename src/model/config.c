@@ -342,7 +342,7 @@ bool config_open_file(const char *path, struct config *config, struct err *err)
 {
     *config = (struct config){0};
     struct buf bytes = {0};
-    if (!file_read(path, CONFIG_FILE_MAX, &bytes, err)) {
+    if (!file_read_regular(path, CONFIG_FILE_MAX, &bytes, err)) {
         buf_free(&bytes);
         return false;
     }

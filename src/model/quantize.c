@@ -70,7 +70,7 @@ void quantize_row(const float *w, uint32_t cols, uint32_t bits, uint32_t group, 
 /* ---- the list of what is written ----------------------------------------------------------- */
 
 /* A source tensor's rows first, first + 1, .. of each of `count` matrices that lie `stride` rows
- * apart, and where they go. bits 0: bytes are copied, plus 1 to a norm's gains. */
+ * apart, and where they go. bits 0: bytes are copied, or a norm's gains plus 1. */
 struct quantize_part {
     const struct safetensors_tensor *source;
     uint64_t count, rows, cols, stride, first;
@@ -88,7 +88,7 @@ struct quantize {
     const struct quantize_options *options;
     struct quantize_part *parts;
     struct writer_tensor *tensors;
-    uint32_t part_count, tensor_count, cap;
+    uint32_t part_count, tensor_count;
     struct quantize_block *blocks;
     uint64_t block_count;
     json_t *overrides; /* module path -> {bits, group_size} or false */
@@ -156,7 +156,8 @@ static void quantize_add_matrix(struct quantize *q, const char *path, struct qua
     q->parts[q->part_count++] = part;
 }
 
-/* A norm, a convolution, A_log or dt_bias: bytes as they are, but for the norms' 1. */
+/* A norm, a convolution, A_log or dt_bias: bytes as they are, but for the norms' 1, for which F16
+ * would be too coarse: F32 then. */
 static void quantize_add_vector(struct quantize *q, const char *path,
                                 const struct safetensors_tensor *t, bool unconverted)
 {
@@ -175,7 +176,9 @@ static void quantize_add_vector(struct quantize *q, const char *path,
         shape[1] = t->shape[1] * t->shape[2];
         shape[2] = 1;
     }
-    quantize_add_tensor(q, quantize_full_name(name, path), t->dtype, t->rank, shape);
+    enum safetensors_dtype dtype =
+        part.plus_one && t->dtype == SAFETENSORS_F16 ? SAFETENSORS_F32 : t->dtype;
+    quantize_add_tensor(q, quantize_full_name(name, path), dtype, t->rank, shape);
     q->parts[q->part_count++] = part;
 }
 
@@ -264,22 +267,29 @@ static void quantize_read_row(const struct quantize_part *p, uint64_t row, float
     }
 }
 
+/* The gains of a norm, with the 1 that Hugging Face leaves out. Scratch: 4 bytes a gain. */
+static bool quantize_write_gains(const struct quantize *q, const struct quantize_part *p,
+                                 void *scratch, struct err *err)
+{
+    bool bf16 = q->tensors[p->target].dtype == SAFETENSORS_BF16;
+    float *f = scratch;
+    uint16_t *h = scratch;
+    for (uint64_t k = 0; k < p->cols; k++) {
+        float gain = safetensors_value(p->source, k) + 1;
+        if (bf16)
+            h[k] = bf16_from_f32(gain);
+        else
+            f[k] = gain;
+    }
+    return writer_write(&q->writer, p->target, 0, scratch, p->cols * (bf16 ? 2 : 4), err);
+}
+
 static bool quantize_copy_block(const struct quantize *q, const struct quantize_part *p,
                                 const struct quantize_block *b, uint8_t *scratch, struct err *err)
 {
-    uint32_t size = safetensors_dtype_bytes(p->source->dtype);
-    uint64_t row_bytes = p->cols * size;
+    uint64_t row_bytes = p->cols * safetensors_dtype_bytes(p->source->dtype);
     for (uint64_t i = 0; i < b->rows; i++)
         memcpy(scratch + i * row_bytes, quantize_source_row(p, b->row + i), row_bytes);
-    for (uint64_t k = 0; p->plus_one && k < p->cols; k++) {
-        uint16_t h;
-        float f;
-        memcpy(&h, scratch + 2 * k, 2);
-        memcpy(&f, scratch + 4 * k * (size == 4), 4);
-        f = (size == 4 ? f : bf16_to_f32(h)) + 1;
-        h = bf16_from_f32(f);
-        memcpy(scratch + size * k, size == 4 ? (void *)&f : (void *)&h, size);
-    }
     return writer_write(&q->writer, p->target, b->row * row_bytes, scratch, b->rows * row_bytes,
                         err);
 }
@@ -301,6 +311,8 @@ static bool quantize_run_block(void *user, uint64_t job, void *scratch, struct e
     struct quantize *q = user;
     const struct quantize_block *b = &q->blocks[job];
     const struct quantize_part *p = &q->parts[b->part];
+    if (p->plus_one)
+        return quantize_write_gains(q, p, scratch, err);
     if (!p->bits)
         return quantize_copy_block(q, p, b, scratch, err);
     uint32_t cols = (uint32_t)p->cols, group = q->options->group;
@@ -333,8 +345,10 @@ static bool quantize_copy_texts(const char *from, const char *to, struct err *er
     for (size_t i = 0; i < sizeof names / sizeof *names && ok; i++) {
         char *path = file_join(from, names[i]);
         struct buf text = {0};
-        if (file_exists(path))
-            ok = file_read(path, QUANTIZE_TEXT_MAX, &text, err) &&
+        bool there;
+        ok = file_find_regular(path, &there, err);
+        if (ok && there)
+            ok = file_read_regular(path, QUANTIZE_TEXT_MAX, &text, err) &&
                  writer_put_file(to, names[i], text.data ? text.data : "", text.len, err);
         buf_free(&text);
         free(path);

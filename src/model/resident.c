@@ -4,7 +4,6 @@
  * or a file that does not align them), and then exactly one copy exists. */
 #include "model/weights.h"
 
-#include "base/bf16.h"
 #include "base/mem.h"
 
 #include <assert.h>
@@ -40,16 +39,17 @@ static bool resident_open_copy(struct model_files *files, bool huge_pages, struc
         return true;
     uint64_t available = mem_available_bytes();
     if (available && need > available)
-        return err_set(err, ERR_RESOURCE,
-                       "%llu bytes of weights must be copied (%s), but only %llu bytes of memory "
-                       "are free",
-                       (unsigned long long)need,
-                       huge_pages ? "huge pages" : "the file does not align them",
-                       (unsigned long long)available);
+        return err_set(
+            err, ERR_RESOURCE,
+            "%llu bytes of weights must be copied (%s), but only %llu bytes of memory "
+            "are free; %s",
+            (unsigned long long)need, huge_pages ? "huge pages" : "the file does not align them",
+            (unsigned long long)available, huge_pages ? "leave out --huge-pages" : "free some");
     need = (need + RESIDENT_HUGE_PAGE - 1) & ~(uint64_t)(RESIDENT_HUGE_PAGE - 1);
     void *p = mmap(NULL, need, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED)
-        return err_set(err, ERR_RESOURCE, "cannot get %llu bytes for the weights: %s",
+        return err_set(err, ERR_RESOURCE,
+                       "cannot get %llu bytes for the weights: %s; free some memory",
                        (unsigned long long)need, strerror(errno));
     files->copy = p;
     files->copy_bytes = need;
@@ -103,12 +103,46 @@ static bool resident_lock(const struct shards_tensor *t, struct err *err)
                    (unsigned long long)limit.rlim_cur / 1024);
 }
 
+/* The part of a shard's mapping that holds the text model's tensors. */
+static struct span resident_used_part(const struct shards *shards, uint32_t file, uint64_t *bytes)
+{
+    const struct file_map *map = &shards->files[file].map;
+    uint64_t first = map->bytes, end = 0;
+    for (uint32_t i = 0; i < shards->count; i++) {
+        const struct safetensors_tensor *t = shards->tensors[i].tensor;
+        if (t->data < map->data || t->data >= map->data + map->bytes)
+            continue;
+        uint64_t at = (uint64_t)(t->data - map->data);
+        first = at < first ? at : first;
+        end = at + t->bytes > end ? at + t->bytes : end;
+    }
+    *bytes = end > first ? end - first : 0;
+    return (struct span){.base = (void *)map->data, .offset = first};
+}
+
+/* Tells the device of all memory that holds weights. */
+static bool resident_map(struct model *model, bool huge_pages, struct err *err)
+{
+    const struct device_calls *calls = device_calls(model->device);
+    const struct model_files *files = model->files;
+    for (uint32_t i = 0; calls->map && !huge_pages && i < files->shards.file_count; i++) {
+        uint64_t bytes;
+        struct span part = resident_used_part(&files->shards, i, &bytes);
+        if (bytes &&
+            !calls->map(model->device, (const uint8_t *)part.base + part.offset, bytes, err))
+            return false;
+    }
+    return !calls->map || !files->copy ||
+           calls->map(model->device, files->copy, files->copy_bytes, err);
+}
+
 static bool resident_load_matrices(struct model *model, const struct model_options *options,
                                    struct err *err)
 {
     struct model_files *files = model->files;
     uint64_t done = 0;
-    if (!resident_open_copy(files, options->huge_pages, err))
+    if (!resident_open_copy(files, options->huge_pages, err) ||
+        !resident_map(model, options->huge_pages, err))
         return false;
     for (uint32_t i = 0; i < files->matrix_count; i++) {
         struct weights_matrix *m = &files->matrices[i];
@@ -130,31 +164,6 @@ static bool resident_load_matrices(struct model *model, const struct model_optio
     return true;
 }
 
-static float resident_f16_to_f32(uint16_t h)
-{
-    uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = h >> 10 & 31, mantissa = h & 1023;
-    float f;
-    if (!exponent) { /* zero or subnormal: mantissa * 2^-24 */
-        f = (float)mantissa * 0x1p-24f;
-        return sign ? -f : f;
-    }
-    uint32_t u = sign | (exponent == 31 ? 0xffu : exponent + 112) << 23 | mantissa << 13;
-    memcpy(&f, &u, 4);
-    return f;
-}
-
-static float resident_value_at(const struct safetensors_tensor *t, uint64_t i)
-{
-    uint16_t h;
-    float f;
-    if (t->dtype == SAFETENSORS_F32) {
-        memcpy(&f, t->data + 4 * i, 4);
-        return f;
-    }
-    memcpy(&h, t->data + 2 * i, 2);
-    return t->dtype == SAFETENSORS_BF16 ? bf16_to_f32(h) : resident_f16_to_f32(h);
-}
-
 static uint64_t resident_vector_length(const struct weights_vector *v)
 {
     return v->tensor->tensor->bytes / safetensors_dtype_bytes(v->tensor->tensor->dtype);
@@ -172,13 +181,13 @@ static bool resident_load_vectors(struct model *model, struct err *err)
         return false;
     float *host = mem_try(floats, sizeof *host);
     if (!host)
-        return err_set(err, ERR_RESOURCE, "no memory for %llu bytes of norms",
+        return err_set(err, ERR_RESOURCE, "no memory for %llu bytes of norms; free some",
                        (unsigned long long)(floats * sizeof *host));
     for (uint32_t i = 0; i < files->vector_count; i++) {
         const struct weights_vector *v = &files->vectors[i];
         uint64_t n = resident_vector_length(v);
         for (uint64_t k = 0; k < n; k++)
-            host[at + k] = resident_value_at(v->tensor->tensor, k) + (v->plus_one ? 1 : 0);
+            host[at + k] = safetensors_value(v->tensor->tensor, k) + (v->plus_one ? 1 : 0);
         *v->span = span_at(files->small, at * sizeof(float));
         at += (n + step - 1) / step * step;
     }

@@ -1,5 +1,6 @@
 #include "model/safetensors.h"
 
+#include "base/bf16.h"
 #include "base/mem.h"
 
 #include <jansson.h>
@@ -29,6 +30,31 @@ const char *safetensors_dtype_name(enum safetensors_dtype dtype)
 uint32_t safetensors_dtype_bytes(enum safetensors_dtype dtype)
 {
     return safetensors_dtypes[dtype].bytes;
+}
+
+static float safetensors_f16_to_f32(uint16_t h)
+{
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = h >> 10 & 31, mantissa = h & 1023;
+    float f;
+    if (!exponent) { /* zero or subnormal: mantissa * 2^-24 */
+        f = (float)mantissa * 0x1p-24f;
+        return sign ? -f : f;
+    }
+    uint32_t u = sign | (exponent == 31 ? 0xffu : exponent + 112) << 23 | mantissa << 13;
+    memcpy(&f, &u, 4);
+    return f;
+}
+
+float safetensors_value(const struct safetensors_tensor *tensor, uint64_t i)
+{
+    uint16_t h;
+    float f;
+    if (tensor->dtype == SAFETENSORS_F32) {
+        memcpy(&f, tensor->data + 4 * i, 4);
+        return f;
+    }
+    memcpy(&h, tensor->data + 2 * i, 2);
+    return tensor->dtype == SAFETENSORS_BF16 ? bf16_to_f32(h) : safetensors_f16_to_f32(h);
 }
 
 void safetensors_print_shape(const struct safetensors_tensor *tensor, char *out, size_t size)

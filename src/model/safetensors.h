@@ -56,6 +56,9 @@ void safetensors_close(struct safetensors *file);
 const char *safetensors_dtype_name(enum safetensors_dtype dtype);
 uint32_t safetensors_dtype_bytes(enum safetensors_dtype dtype);
 
+/* Value i of a tensor of F32, BF16 or F16. */
+float safetensors_value(const struct safetensors_tensor *tensor, uint64_t i);
+
 /* "[32, 64, 8]" into out, cut to size. */
 void safetensors_print_shape(const struct safetensors_tensor *tensor, char *out, size_t size);
 

@@ -64,7 +64,9 @@ static bool shards_open_files(const char *folder, const char *const *names, uint
     bool ok = true;
     for (uint32_t i = 0; i < count && ok; i++) {
         char *path = file_join(folder, names[i]);
-        if (!file_exists(path))
+        bool there;
+        ok = file_find_regular(path, &there, err);
+        if (ok && !there)
             ok = err_set(err, ERR_INPUT, "shard %s is missing; download it into %s", names[i],
                          folder);
         free(path);
@@ -146,7 +148,7 @@ static bool shards_open_index(const char *folder, const char *index, struct shar
                               struct err *err)
 {
     struct buf bytes = {0};
-    if (!file_read(index, SHARDS_INDEX_MAX, &bytes, err)) {
+    if (!file_read_regular(index, SHARDS_INDEX_MAX, &bytes, err)) {
         buf_free(&bytes);
         return false;
     }
@@ -175,12 +177,14 @@ bool shards_open(const char *folder, struct shards *shards, struct err *err)
     static const char *const single = "model.safetensors";
     char *index = file_join(folder, "model.safetensors.index.json");
     char *file = file_join(folder, single);
-    bool ok;
-    if (file_exists(index))
+    bool has_index = false, has_file = false;
+    bool ok = file_find_regular(index, &has_index, err) &&
+              (has_index || file_find_regular(file, &has_file, err));
+    if (ok && has_index)
         ok = shards_open_index(folder, index, shards, err);
-    else if (file_exists(file))
+    else if (ok && has_file)
         ok = shards_open_files(folder, &single, 1, shards, err) && shards_collect(shards, err);
-    else
+    else if (ok)
         ok = err_set(err, ERR_INPUT,
                      "%s has neither model.safetensors nor model.safetensors.index.json; name a "
                      "folder with a whole checkpoint",

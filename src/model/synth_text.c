@@ -8,7 +8,6 @@
 #include "model/synth.h"
 
 #include "base/buf.h"
-#include "base/mem.h"
 #include "base/utf8.h"
 #include "model/writer.h"
 

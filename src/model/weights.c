@@ -10,7 +10,6 @@
 #include <assert.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 struct weights_loader {
     const char *folder;
@@ -288,12 +287,10 @@ static bool weights_plan_delta(struct weights_loader *l, uint32_t layer, struct 
                                part, &d->norm);
 }
 
-static bool weights_plan_experts(struct weights_loader *l, uint32_t layer,
-                                 struct model_layer *layer_out)
+static bool weights_plan_experts(struct weights_loader *l, uint32_t layer, struct model_layer *out)
 {
     const struct config *c = &l->model->config;
     uint64_t *part = &l->model->bytes.experts;
-    struct model_layer *out = layer_out;
     char path[WEIGHTS_PATH_MAX];
     l->model->bytes.active_parameters += 3ull * c->topk * c->width * c->hidden;
     weights_path(path, layer, "mlp.experts.gate_up_proj");
