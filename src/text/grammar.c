@@ -64,37 +64,48 @@ struct grammar_run {
 
     /* The places of the state being made, all those seen in seen[]. */
     struct run_place *work, *seen;
-    uint32_t work_count, work_cap, seen_mask, seen_count;
+    uint32_t work_count, seen_mask;
     struct run_place *fresh;
     uint32_t fresh_count;
     bool fresh_end;
 };
 
-bool grammar_from_schema(const json_t *schema, struct grammar **out, struct err *err)
+/* Hands the grammar over when it was built, or frees it. */
+static bool grammar_finish(struct grammar *grammar, bool built, struct grammar **out)
+{
+    *out = built ? grammar : NULL;
+    if (!built)
+        grammar_free(grammar);
+    return built;
+}
+
+static struct grammar *grammar_new(void)
 {
     struct grammar *grammar = mem_new(1, sizeof *grammar);
-    *out = NULL;
     automaton_open(&grammar->automaton);
-    if (!schema_build(&grammar->automaton, schema, err)) {
-        grammar_free(grammar);
-        return false;
-    }
-    *out = grammar;
-    return true;
+    return grammar;
+}
+
+bool grammar_from_schema(const json_t *schema, struct grammar **out, struct err *err)
+{
+    struct grammar *grammar = grammar_new();
+    return grammar_finish(grammar, schema_build(&grammar->automaton, schema, err), out);
 }
 
 bool grammar_from_tools(const json_t *tools, const char *name, bool parallel, struct grammar **out,
                         struct err *err)
 {
-    struct grammar *grammar = mem_new(1, sizeof *grammar);
-    *out = NULL;
-    automaton_open(&grammar->automaton);
-    if (!schema_build_tools(&grammar->automaton, tools, name, parallel, err)) {
-        grammar_free(grammar);
-        return false;
-    }
-    *out = grammar;
-    return true;
+    struct grammar *grammar = grammar_new();
+    return grammar_finish(grammar,
+                          schema_build_tools(&grammar->automaton, tools, name, parallel, err), out);
+}
+
+bool grammar_from_either(const json_t *schema, const json_t *tools, bool parallel,
+                         struct grammar **out, struct err *err)
+{
+    struct grammar *grammar = grammar_new();
+    return grammar_finish(
+        grammar, schema_build_either(&grammar->automaton, schema, tools, parallel, err), out);
 }
 
 void grammar_free(struct grammar *grammar)
@@ -351,9 +362,8 @@ struct grammar_run *grammar_run_open(const struct grammar *grammar,
     run->state_slots = mem_new((size_t)run->state_mask + 1, sizeof *run->state_slots);
     run->stack_count = 1;
     run->state_count = 2;
-    run->work_cap = RUN_MAX_PLACES * 4;
     run->seen_mask = RUN_MAX_PLACES * 8 - 1;
-    run->work = mem_new(run->work_cap, sizeof *run->work);
+    run->work = mem_new(RUN_MAX_PLACES * 4, sizeof *run->work);
     run->seen = mem_new((size_t)run->seen_mask + 1, sizeof *run->seen);
     run->fresh = mem_new(RUN_MAX_PLACES, sizeof *run->fresh);
     run->walk = mem_new(vocab->depth + 2, sizeof *run->walk);

@@ -23,6 +23,10 @@ bool grammar_from_schema(const json_t *schema, struct grammar **out, struct err 
  * OpenAI array), or of `name` alone when it is not null; arguments by the functions' schemas. */
 bool grammar_from_tools(const json_t *tools, const char *name, bool parallel, struct grammar **out,
                         struct err *err);
+/* Either of these: a JSON value that fits the schema, or calls of any of the tools. Strings of the
+ * value spell no tags of calls ("\u003c" stands for "<" there). */
+bool grammar_from_either(const json_t *schema, const json_t *tools, bool parallel,
+                         struct grammar **out, struct err *err);
 void grammar_free(struct grammar *grammar);
 
 /* The trie of a tokenizer's vocabulary, made once an engine; immutable. Added tokens are never

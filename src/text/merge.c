@@ -65,8 +65,11 @@ static bool merge_part(struct schema_build *b, json_t *merged, const json_t *par
     json_t *value;
     if (!json_is_object(part) || depth > MERGE_DEPTH)
         return schema_refuse(b, "allOf", "must be a list of objects, at most 16 deep");
-    json_object_foreach((json_t *)part, key,
-                        value) if (!merge_key(b, merged, key, value, depth)) return false;
+    json_object_foreach((json_t *)part, key, value)
+    {
+        if (!merge_key(b, merged, key, value, depth))
+            return false;
+    }
     return true;
 }
 

@@ -20,7 +20,6 @@
 #include "text/values.h"
 
 #include <stdlib.h>
-#include <string.h>
 
 enum parser_state {
     PARSER_IN_TEXT,

@@ -95,7 +95,7 @@ static void pyjson_append_string(struct buf *out, const char *text, size_t n)
     buf_append_char(out, '"');
 }
 
-void pyjson_append(struct buf *out, const json_t *value)
+static void pyjson_write(struct buf *out, const json_t *value, const char *comma, const char *colon)
 {
     switch (json_typeof(value)) {
     case JSON_OBJECT: {
@@ -106,9 +106,9 @@ void pyjson_append(struct buf *out, const json_t *value)
         {
             buf_append_text(out, sep);
             pyjson_append_string(out, key, strlen(key));
-            buf_append_text(out, ": ");
-            pyjson_append(out, item);
-            sep = ", ";
+            buf_append_text(out, colon);
+            pyjson_write(out, item, comma, colon);
+            sep = comma;
         }
         buf_append_char(out, '}');
         break;
@@ -117,8 +117,8 @@ void pyjson_append(struct buf *out, const json_t *value)
         buf_append_char(out, '[');
         for (size_t i = 0; i < json_array_size(value); i++) {
             if (i)
-                buf_append_text(out, ", ");
-            pyjson_append(out, json_array_get(value, i));
+                buf_append_text(out, comma);
+            pyjson_write(out, json_array_get(value, i), comma, colon);
         }
         buf_append_char(out, ']');
         break;
@@ -141,4 +141,14 @@ void pyjson_append(struct buf *out, const json_t *value)
         buf_append_text(out, "null");
         break;
     }
+}
+
+void pyjson_append(struct buf *out, const json_t *value)
+{
+    pyjson_write(out, value, ", ", ": ");
+}
+
+void pyjson_append_compact(struct buf *out, const json_t *value)
+{
+    pyjson_write(out, value, ",", ":");
 }

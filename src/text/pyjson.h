@@ -10,6 +10,9 @@
 
 void pyjson_append(struct buf *out, const json_t *value);
 
+/* The same without spaces between items: for replies. */
+void pyjson_append_compact(struct buf *out, const json_t *value);
+
 /* text[0..n) as the inside of a JSON string, without the quotes. Each byte is treated by itself, so
  * a string may be escaped in pieces. */
 void pyjson_append_escaped(struct buf *out, const char *text, size_t n);

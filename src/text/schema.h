@@ -36,5 +36,8 @@ uint32_t schema_skip_lines(struct automaton *automaton, uint32_t from);
  * finishes. */
 bool schema_build_tools(struct automaton *automaton, const json_t *tools, const char *name,
                         bool parallel, struct err *err);
+/* Also there: a value that fits the schema, or calls. */
+bool schema_build_either(struct automaton *automaton, const json_t *schema, const json_t *tools,
+                         bool parallel, struct err *err);
 
 #endif

@@ -581,6 +581,37 @@ bool template_read_options(const json_t *request, struct template_options *optio
            template_read_flags(request, "", options, err);
 }
 
+/* Tokens of text[start..end), whose ends are at control tokens: cutting there changes none. */
+static bool template_tokenize_part(const struct template_prompt *prompt,
+                                   const struct tokenizer *tokenizer, size_t start, size_t end,
+                                   struct token_list *out, struct err *err)
+{
+    struct text_range *plain = mem_new(prompt->plain_count + 1, sizeof *plain);
+    size_t count = 0;
+    for (size_t i = 0; i < prompt->plain_count; i++) {
+        struct text_range r = prompt->plain[i];
+        if (r.start >= start && r.start + r.len <= end)
+            plain[count++] = (struct text_range){r.start - start, r.len};
+    }
+    bool ok =
+        tokenizer_encode(tokenizer, prompt->text.data + start, end - start, plain, count, out, err);
+    free(plain);
+    return ok;
+}
+
+bool template_tokenize(const struct template_prompt *prompt, const struct tokenizer *tokenizer,
+                       struct token_list *out, uint32_t keep_at[2], struct err *err)
+{
+    size_t end[3] = {prompt->head_len, prompt->generation_pos, prompt->text.len}, start = 0;
+    for (int i = 0; i < 3; start = end[i++]) {
+        if (!template_tokenize_part(prompt, tokenizer, start, end[i], out, err))
+            return false;
+        if (i < 2)
+            keep_at[i] = (uint32_t)out->len;
+    }
+    return true;
+}
+
 void template_prompt_free(struct template_prompt *prompt)
 {
     buf_free(&prompt->text);

@@ -37,6 +37,11 @@ bool template_render(const json_t *messages, const json_t *tools,
                      const struct template_options *options, struct template_prompt *out,
                      struct err *err);
 
+/* The tokens of a prompt, appended to `out`. keep_at: out, how many of them there are at the end of
+ * the system+tools block and before the generation prompt, where later prompts may depart. */
+bool template_tokenize(const struct template_prompt *prompt, const struct tokenizer *tokenizer,
+                       struct token_list *out, uint32_t keep_at[2], struct err *err);
+
 /* Overwrites the options that a request names, at its top level or in `chat_template_kwargs` (the
  * top level wins); null leaves an option as it is. Fails with ERR_USAGE for values that are not
  * booleans. */

@@ -248,13 +248,12 @@ static bool toolform_function(struct automaton *a, const json_t *function, uint3
     return ok || err_wrap(err, "tool %.64s", name);
 }
 
-bool schema_build_tools(struct automaton *a, const json_t *tools, const char *name, bool parallel,
-                        struct err *err)
+/* One call or more of the tools, from `at` to `end`. */
+static bool toolform_calls(struct automaton *a, uint32_t at, uint32_t end, const json_t *tools,
+                           const char *name, bool parallel, struct err *err)
 {
-    a->root = automaton_add_rule(a);
-    uint32_t at = schema_skip_lines(a, a->rules[a->root].start), open = automaton_add_node(a),
-             call = automaton_add_node(a), body = automaton_add_node(a),
-             done = automaton_add_node(a);
+    uint32_t open = automaton_add_node(a), call = automaton_add_node(a),
+             body = automaton_add_node(a), done = automaton_add_node(a);
     automaton_add_empty(a, at, call);
     automaton_add_marker(a, call, open, AUTOMATON_CALL_OPEN);
     uint32_t function = automaton_add_text(a, open, "\n<function=");
@@ -274,8 +273,36 @@ bool schema_build_tools(struct automaton *a, const json_t *tools, const char *na
         return err_set(err, ERR_USAGE, "no tool is called %.64s; name one of tools",
                        name ? name : "anything: tools is empty");
     automaton_add_marker(a, body, done, AUTOMATON_CALL_CLOSE);
-    automaton_add_empty(a, done, a->rules[a->root].end);
+    automaton_add_empty(a, done, end);
     if (parallel)
         automaton_add_empty(a, automaton_add_text(a, done, "\n"), call);
-    return automaton_finish(a, "the tools", err);
+    return true;
+}
+
+bool schema_build_tools(struct automaton *a, const json_t *tools, const char *name, bool parallel,
+                        struct err *err)
+{
+    a->root = automaton_add_rule(a);
+    struct automaton_rule root = a->rules[a->root];
+    return toolform_calls(a, schema_skip_lines(a, root.start), root.end, tools, name, parallel,
+                          err) &&
+           automaton_finish(a, "the tools", err);
+}
+
+bool schema_build_either(struct automaton *a, const json_t *schema, const json_t *tools,
+                         bool parallel, struct err *err)
+{
+    /* As in a call: a string that spells one would be taken for it. */
+    struct schema_build *b = schema_open(a, schema, true, err);
+    uint32_t rule;
+    a->root = automaton_add_rule(a);
+    struct automaton_rule root = a->rules[a->root];
+    bool ok = schema_add(b, schema, &rule);
+    schema_close(b);
+    if (!ok)
+        return false;
+    uint32_t at = schema_skip_lines(a, root.start);
+    automaton_add_call(a, at, root.end, rule);
+    return toolform_calls(a, at, root.end, tools, NULL, parallel, err) &&
+           automaton_finish(a, "the schema and the tools", err);
 }

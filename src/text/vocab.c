@@ -11,7 +11,6 @@
 #include "base/utf8.h"
 #include "text/split.h"
 
-#include <assert.h>
 #include <jansson.h>
 #include <stdlib.h>
 #include <string.h>
@@ -427,7 +426,10 @@ static bool vocab_read(struct vocab *vocab, json_t *root, const char *config_pat
         if (!vocab_read_added(vocab, json_is_integer(id) ? json_integer_value(id) : -1, token, err))
             return false;
     }
-    if (file_exists(config_path)) {
+    bool there;
+    if (!file_find_regular(config_path, &there, err))
+        return false;
+    if (there) {
         json_t *config = vocab_load_json(config_path, err);
         bool ok = config && vocab_read_config(vocab, config, err);
         json_decref(config);

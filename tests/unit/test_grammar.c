@@ -295,6 +295,52 @@ static void test_values_with_tags(void **state)
     json_decref(tools);
 }
 
+/* A format beside tools that may be called or not: JSON or calls, no prose, not both; and no string
+ * that could be taken for a call (pitfall 35). */
+static void test_either(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *text;
+        bool want;
+    } cases[] = {
+        {"{\"n\": 1, \"s\": \"a<b\"}", true},
+        {"\n\n{\"n\":1}", true},
+        {"<tool_call>\n<function=g>\n</function>\n</tool_call>", true},
+        {"<tool_call>\n<function=g>\n</function>\n</tool_call>\n<tool_call>\n<function=f>\n"
+         "<parameter=s>\na\n</parameter>\n</function>\n</tool_call>",
+         true},
+        {"{\"n\": \"x\"}", false},
+        {"Let me see. {\"n\": 1}", false},
+        {"{\"n\": 1}\n<tool_call>\n<function=g>\n</function>\n</tool_call>", false},
+        {"<tool_call>\n<function=g>\n</function>\n</tool_call>\n{\"n\": 1}", false},
+        {"<tool_call>\n<function=h>\n</function>\n</tool_call>", false},
+        {"{\"n\": 1, \"s\": \"<function=g>\"}", false},
+        {"{\"n\": 1, \"s\": \"\\u003cfunction=g>\"}", true},
+        {"", false},
+    };
+    json_t *tools = test_json(tools_text),
+           *schema = test_json("{'type':'object','properties':{'n':{'type':'integer'},"
+                               "'s':{'type':'string'}},'required':['n']}");
+    struct grammar *grammar;
+    struct err err = {0};
+    assert_true(grammar_from_either(schema, tools, true, &grammar, &err));
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+        if (test_takes_text(grammar, cases[i].text, false) != cases[i].want)
+            fail_msg("%s", cases[i].text);
+    grammar_free(grammar);
+    json_object_set_new(schema, "not", json_object());
+    assert_false(grammar_from_either(schema, tools, true, &grammar, &err));
+    assert_non_null(strstr(err.text, "not"));
+    json_object_del(schema, "not");
+    json_object_set_new(json_object_get(json_array_get(tools, 0), "function"), "parameters",
+                        test_json("{'type':'array'}"));
+    assert_false(grammar_from_either(schema, tools, true, &grammar, &err));
+    assert_non_null(strstr(err.text, "tool f"));
+    json_decref(tools);
+    json_decref(schema);
+}
+
 /* Random tokens of the mask until it stops: what comes out is JSON, and there always is a token. */
 static void test_walks(void **state)
 {
@@ -378,6 +424,7 @@ int main(void)
         cmocka_unit_test(test_tools),
         cmocka_unit_test(test_tool_refusals),
         cmocka_unit_test(test_values_with_tags),
+        cmocka_unit_test(test_either),
         cmocka_unit_test(test_walks),
     };
     return cmocka_run_group_tests(tests, test_open, test_close);

@@ -577,7 +577,10 @@ static void both_notations(void **state)
     assert_true(open_json(root, config, &t, &err));
     assert_same(t, demo);
     tokenizer_close(t);
-    json_array_foreach(none, i, merge) json_object_set_new(merge, "normalized", json_true());
+    json_array_foreach(none, i, merge)
+    {
+        json_object_set_new(merge, "normalized", json_true());
+    }
     assert_true(open_json(root, config, &t, &err));
     assert_same(t, demo);
     tokenizer_close(t);
