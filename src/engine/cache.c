@@ -6,6 +6,7 @@
  * `bytes` is the sum over nodes of snapshot and pages, at most `limit` after every call. */
 #include "engine/cache.h"
 
+#include "base/clock.h"
 #include "base/log.h"
 #include "base/mem.h"
 #include "model/snapshot.h"
@@ -20,10 +21,16 @@ struct cache_node {
     uint32_t len, pos;                           /* pos: where it ends, in tokens from the root */
     uint32_t *page;                              /* [cache_pages] */
     uint8_t *snapshot;                           /* u8 [snapshot_bytes(pos)], or null */
-    struct cache_node *newer, *older;            /* by last use, while it has a snapshot */
+    uint32_t saved;                   /* so many pages of its path were handed to the disk */
+    struct cache_node *newer, *older; /* by last use, while it has a snapshot */
 };
 
-enum { CACHE_DISK_GAIN = 64 }; /* tokens that a read from disk must spare */
+enum {
+    CACHE_DISK_GAIN = 64,        /* tokens that a read from disk must spare */
+    CACHE_SAVE_BYTES = 64 << 20, /* pages that an eviction copies for the writer, at most */
+    CACHE_CLOSE_S = 10,          /* for closing: what is not handed over by then is lost */
+    CACHE_LOAD_S = 10,           /* without news from the disk: reading the prompt is faster */
+};
 
 struct cache {
     struct state *state;
@@ -169,42 +176,76 @@ static uint32_t *cache_list_pages(const struct cache_node *node)
     return page;
 }
 
-/* Hands a node's snapshot (which it loses) and those of its pages that are not there yet to the
- * disk, the pages first: a snapshot alone is of no use. */
-static void cache_save(struct cache *cache, struct cache_node *node, bool wait)
+/* Copies pages of the node's path from `first` on that are not on disk yet to the writer, at most
+ * *bytes of them; returns how many pages are there now or on their way. */
+static uint32_t cache_save_pages(struct cache *cache, struct cache_node *node, uint32_t first,
+                                 const int32_t *tokens, const struct disk_key *keys,
+                                 uint64_t *bytes, bool wait)
 {
     struct state *state = cache->state;
-    int32_t *tokens = cache_spell(node);
-    uint32_t *page = cache_list_pages(node);
-    struct disk_key *keys = mem_new(node->pos + 1, sizeof *keys);
-    bool ok = true;
-    disk_name_prefixes(tokens, node->pos, keys);
-    for (uint32_t i = 0; ok && i < node->pos / KV_PAGE; i++) {
+    uint64_t page_bytes = state_page_bytes(state);
+    uint32_t *page = cache_list_pages(node), i = first;
+    for (; i < node->pos / KV_PAGE; i++) {
         uint32_t end = (i + 1) * KV_PAGE;
         if (disk_has(cache->disk, DISK_PAGE, keys[end]))
             continue;
-        uint8_t *bytes = malloc(state_page_bytes(state));
-        ok = bytes && snapshot_read_page(state, page[i], bytes, NULL);
-        if (ok)
-            ok = disk_write(cache->disk, DISK_PAGE, keys[end], tokens + end - KV_PAGE, KV_PAGE, end,
-                            bytes, state_page_bytes(state), wait);
-        else
-            free(bytes);
+        uint8_t *copy = *bytes >= page_bytes ? malloc(page_bytes) : NULL;
+        if (!copy || !snapshot_read_page(state, page[i], copy, NULL)) {
+            free(copy);
+            break;
+        }
+        if (!disk_write(cache->disk, DISK_PAGE, keys[end], tokens + end - KV_PAGE, KV_PAGE, end,
+                        copy, page_bytes, wait))
+            break;
+        *bytes -= page_bytes;
     }
-    if (ok && !disk_has(cache->disk, DISK_SNAPSHOT, keys[node->pos])) {
+    free(page);
+    return i;
+}
+
+/* Hands a node's snapshot (which it loses) to the writer, behind those of its pages that are not on
+ * disk yet, at most `bytes` of them: without its pages it is of no use. */
+static void cache_save(struct cache *cache, struct cache_node *node, uint64_t bytes, bool wait)
+{
+    int32_t *tokens = cache_spell(node);
+    struct disk_key *keys = mem_new((size_t)node->pos + 1, sizeof *keys);
+    disk_name_prefixes(tokens, node->pos, keys);
+    if (cache_save_pages(cache, node, 0, tokens, keys, &bytes, wait) < node->pos / KV_PAGE) {
+        cache->stats.failed_disk++;
+    } else if (!disk_has(cache->disk, DISK_SNAPSHOT, keys[node->pos])) {
         disk_write(cache->disk, DISK_SNAPSHOT, keys[node->pos], tokens, node->pos, node->pos,
-                   node->snapshot, snapshot_bytes(state, node->pos), wait);
+                   node->snapshot, snapshot_bytes(cache->state, node->pos), wait);
         node->snapshot = NULL;
     }
     free(tokens);
-    free(page);
     free(keys);
+}
+
+bool cache_save_some(struct cache *cache, uint64_t bytes)
+{
+    if (!cache->disk || disk_is_busy(cache->disk))
+        return false;
+    uint64_t left = bytes;
+    for (struct cache_node *node = cache->newest; node; node = node->older) {
+        uint32_t pages = node->pos / KV_PAGE;
+        if (node->saved == pages)
+            continue;
+        int32_t *tokens = cache_spell(node);
+        struct disk_key *keys = mem_new((size_t)node->pos + 1, sizeof *keys);
+        disk_name_prefixes(tokens, node->pos, keys);
+        node->saved = cache_save_pages(cache, node, node->saved, tokens, keys, &left, false);
+        free(tokens);
+        free(keys);
+        if (node->saved < pages)
+            break;
+    }
+    return left < bytes;
 }
 
 static void cache_evict(struct cache *cache, struct cache_node *node)
 {
     if (cache->disk)
-        cache_save(cache, node, false);
+        cache_save(cache, node, CACHE_SAVE_BYTES, false);
     cache->stats.evictions++;
     cache_drop_snapshot(cache, node);
 }
@@ -304,10 +345,11 @@ void cache_close(struct cache *cache)
 {
     if (!cache)
         return;
-    while (cache->oldest) {
-        if (cache->disk)
-            cache_save(cache, cache->oldest, true);
-        cache_drop_snapshot(cache, cache->oldest);
+    uint64_t start_ns = clock_now_ns();
+    while (cache->newest) {
+        if (cache->disk && clock_seconds_since(start_ns) < CACHE_CLOSE_S)
+            cache_save(cache, cache->newest, UINT64_MAX, true);
+        cache_drop_snapshot(cache, cache->newest);
     }
     assert(!cache->root.child && cache->stats.bytes == 0);
     free(cache);
@@ -337,86 +379,16 @@ static bool cache_insert(struct cache *cache, const int32_t *tokens, uint32_t n,
     return false;
 }
 
-/* Reads page i of tokens from disk into the page that the slot has for it. */
-static bool cache_load_page(struct cache *cache, const int32_t *tokens, const struct disk_key *keys,
-                            uint32_t i, uint32_t page)
-{
-    struct state *state = cache->state;
-    uint32_t end = (i + 1) * KV_PAGE;
-    uint64_t n = state_page_bytes(state);
-    uint8_t *bytes = malloc(n);
-    bool ok = bytes &&
-              disk_read(cache->disk, DISK_PAGE, keys[end], tokens + end - KV_PAGE, KV_PAGE, end,
-                        bytes, n) &&
-              snapshot_write_page(state, page, bytes, NULL);
-    free(bytes);
-    return ok;
-}
-
-/* Brings the disk's snapshot of tokens[0..n) into the empty slot, and into the tree; of its pages
- * those that `known` (or null) has are shared. The slot is left in any state when it fails. */
-static bool cache_load(struct cache *cache, const int32_t *tokens, uint32_t n,
-                       const struct disk_key *keys, const struct cache_node *known, uint32_t slot)
-{
-    struct state *state = cache->state;
-    uint32_t have = known ? known->pos / KV_PAGE : 0;
-    uint64_t bytes = snapshot_bytes(state, n);
-    uint8_t *snapshot = malloc(bytes);
-    bool ok =
-        snapshot && disk_read(cache->disk, DISK_SNAPSHOT, keys[n], tokens, n, n, snapshot, bytes);
-    if (ok && have) {
-        uint32_t *page = cache_list_pages(known);
-        state_attach_pages(state, slot, page, have);
-        free(page);
-    }
-    state->slot_pos[slot] = have * KV_PAGE;
-    ok = ok && cache_make_room(cache, (n + KV_PAGE - 1) / KV_PAGE - have) &&
-         state_reserve(state, slot, n / KV_PAGE * KV_PAGE - have * KV_PAGE, NULL);
-    for (uint32_t i = have; ok && i < n / KV_PAGE; i++)
-        ok = cache_load_page(cache, tokens, keys, i,
-                             state->host_table[(size_t)slot * state->pages_max + i]);
-    if (!ok || !snapshot_load(state, slot, n, snapshot, NULL)) {
-        free(snapshot);
-        return false;
-    }
-    cache_insert(cache, tokens, n, slot, snapshot);
-    return true;
-}
-
-/* Looks on disk for what is longer than `known`; returns its length, or 0 with the slot empty. */
-static uint32_t cache_restore_from_disk(struct cache *cache, const int32_t *tokens, uint32_t n,
-                                        const struct cache_node *known, uint32_t slot)
-{
-    struct disk_key *keys = mem_new((size_t)n + 1, sizeof *keys);
-    uint32_t least = (known ? known->pos : 0) + CACHE_DISK_GAIN, found;
-    disk_name_prefixes(tokens, n, keys);
-    cache->pinned = known;
-    while ((found = disk_find(cache->disk, keys, least, n)) &&
-           !cache_load(cache, tokens, found, keys, known, slot)) {
-        state_reset(cache->state, slot);
-        n = found - 1; /* a shorter one may be whole */
-    }
-    cache->pinned = NULL;
-    free(keys);
-    return found;
-}
-
 uint32_t cache_restore(struct cache *cache, const int32_t *tokens, uint32_t n, uint32_t slot)
 {
     struct state *state = cache->state;
     struct cache_node *node = cache_deepest(cache, tokens, n);
     struct err err = {0};
-    uint32_t loaded = 0;
-    if (node)
-        cache_touch(cache, node);
-    if (cache->disk && (loaded = cache_restore_from_disk(cache, tokens, n, node, slot))) {
-        cache->stats.hits++;
-        return loaded;
-    }
     if (!node) {
         cache->stats.misses++;
         return 0;
     }
+    cache_touch(cache, node);
     uint32_t *page = cache_list_pages(node);
     state_attach_pages(state, slot, page, node->pos / KV_PAGE);
     free(page);
@@ -434,9 +406,137 @@ uint32_t cache_restore(struct cache *cache, const int32_t *tokens, uint32_t n, u
     return node->pos;
 }
 
-static void cache_store_failed(struct cache *cache, uint32_t n, const char *why)
+/* ---- from disk ---------------------------------------------------------------------------- */
+
+struct cache_load {
+    struct cache *cache;
+    struct disk_load *read;
+    const int32_t *tokens; /* the caller's, [n] */
+    uint32_t n, slot, page;
+    uint8_t *snapshot; /* or null: not there yet */
+    uint64_t news_ns;
+};
+
+/* Pages for a load into the empty slot: shared ones that memory has, and room for the rest. */
+static bool cache_prepare_slot(struct cache *cache, struct cache_node *known, uint32_t n,
+                               uint32_t slot)
 {
-    cache->stats.store_failed++;
+    struct state *state = cache->state;
+    uint32_t have = known ? known->pos / KV_PAGE : 0;
+    if (have) {
+        uint32_t *page = cache_list_pages(known);
+        state_attach_pages(state, slot, page, have);
+        free(page);
+    }
+    state->slot_pos[slot] = have * KV_PAGE;
+    cache->pinned = known;
+    bool ok = cache_make_room(cache, n / KV_PAGE - have) &&
+              state_reserve(state, slot, n / KV_PAGE * KV_PAGE - have * KV_PAGE, NULL);
+    cache->pinned = NULL;
+    if (!ok)
+        state_reset(state, slot);
+    return ok;
+}
+
+struct cache_load *cache_load_open(struct cache *cache, const int32_t *tokens, uint32_t n,
+                                   uint32_t slot)
+{
+    if (!cache->disk || n == 0)
+        return NULL;
+    struct cache_node *known = cache_deepest(cache, tokens, n);
+    struct disk_key *keys = mem_new((size_t)n + 1, sizeof *keys);
+    disk_name_prefixes(tokens, n, keys);
+    uint32_t least = (known ? known->pos : 0) + CACHE_DISK_GAIN;
+    uint32_t found = disk_find(cache->disk, keys, least, n);
+    struct cache_load *load = NULL;
+    if (found && cache_prepare_slot(cache, known, found, slot)) {
+        struct disk_load_plan plan = {.tokens = tokens,
+                                      .keys = keys,
+                                      .n = found,
+                                      .first_page = known ? known->pos / KV_PAGE : 0,
+                                      .page_rows = KV_PAGE,
+                                      .snapshot_bytes = snapshot_bytes(cache->state, found),
+                                      .page_bytes = state_page_bytes(cache->state)};
+        load = mem_new(1, sizeof *load);
+        *load = (struct cache_load){.cache = cache,
+                                    .read = disk_load_open(cache->disk, &plan),
+                                    .tokens = tokens,
+                                    .n = found,
+                                    .slot = slot,
+                                    .page = plan.first_page,
+                                    .news_ns = clock_now_ns()};
+        if (known)
+            cache_touch(cache, known);
+    }
+    free(keys);
+    return load;
+}
+
+uint32_t cache_load_length(const struct cache_load *load)
+{
+    return load->n;
+}
+
+/* All pages are there: the states, and the entry in the tree. */
+static bool cache_load_finish(struct cache_load *load)
+{
+    struct cache *cache = load->cache;
+    uint32_t n = load->n;
+    if ((n % KV_PAGE && !cache_make_room(cache, 1)) ||
+        !snapshot_load(cache->state, load->slot, n, load->snapshot, NULL))
+        return false;
+    const struct cache_node *known = cache_deepest(cache, load->tokens, n);
+    if (!known || known->pos != n) {
+        cache_insert(cache, load->tokens, n, load->slot, load->snapshot);
+        load->snapshot = NULL;
+    }
+    cache->stats.hits++;
+    cache->stats.loads++;
+    return true;
+}
+
+enum cache_load_state cache_load_step(struct cache_load *load, uint64_t until_ns)
+{
+    struct state *state = load->cache->state;
+    const uint32_t *table = state->host_table + (size_t)load->slot * state->pages_max;
+    while (!load->snapshot || load->page < load->n / KV_PAGE) {
+        uint8_t *bytes;
+        enum disk_load_state news = disk_load_take(load->read, &bytes);
+        uint64_t now = clock_now_ns();
+        if (news == DISK_LOAD_WAITS)
+            return now - load->news_ns > CACHE_LOAD_S * 1000000000ull ? CACHE_LOAD_FAILED
+                                                                      : CACHE_LOAD_WAITS;
+        if (news == DISK_LOAD_FAILED)
+            return CACHE_LOAD_FAILED;
+        load->news_ns = now;
+        if (!load->snapshot) {
+            load->snapshot = bytes;
+        } else {
+            bool ok = snapshot_write_page(state, table[load->page++], bytes, NULL);
+            free(bytes);
+            if (!ok)
+                return CACHE_LOAD_FAILED;
+        }
+        if (now >= until_ns)
+            return CACHE_LOAD_GOES_ON;
+    }
+    return cache_load_finish(load) ? CACHE_LOAD_DONE : CACHE_LOAD_FAILED;
+}
+
+void cache_load_close(struct cache_load *load, bool keep)
+{
+    disk_load_close(load->read);
+    if (!keep)
+        state_reset(load->cache->state, load->slot);
+    free(load->snapshot);
+    free(load);
+}
+
+/* ---- storing ------------------------------------------------------------------------------ */
+
+static void cache_store_failed(struct cache *cache, uint32_t n, uint64_t *count, const char *why)
+{
+    ++*count;
     if (!cache->warned)
         log_warn("a prefix of %u tokens is not kept: %s (said once)", n, why);
     cache->warned = true;
@@ -454,16 +554,16 @@ void cache_store(struct cache *cache, const int32_t *tokens, uint32_t n, uint32_
         return;
     }
     uint8_t *snapshot = bytes <= cache->limit ? malloc(bytes) : NULL;
-    if (!snapshot || !snapshot_save(state, slot, snapshot, &err)) {
+    if (bytes <= cache->limit && (!snapshot || !snapshot_save(state, slot, snapshot, &err))) {
+        cache_store_failed(cache, n, &cache->stats.failed_memory,
+                           snapshot ? err.text : "out of memory");
         free(snapshot);
-        cache_store_failed(cache, n,
-                           bytes > cache->limit ? "it takes more than the cache may hold"
-                           : snapshot           ? err.text
-                                                : "out of memory");
-        return;
+    } else if (!snapshot || !cache_insert(cache, tokens, n, slot, snapshot)) {
+        cache_store_failed(cache, n, &cache->stats.failed_size,
+                           "it takes more than the cache may hold");
+    } else {
+        cache->stats.stored++;
     }
-    if (!cache_insert(cache, tokens, n, slot, snapshot))
-        cache_store_failed(cache, n, "it takes more than the cache may hold");
 }
 
 void cache_drop(struct cache *cache, const int32_t *tokens, uint32_t n)

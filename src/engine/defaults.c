@@ -43,7 +43,11 @@ static bool defaults_read_eos(struct defaults *d, const json_t *root, uint32_t v
         return defaults_add_eos(d, value, vocab, err);
     size_t i;
     const json_t *item;
-    json_array_foreach(value, i, item) if (!defaults_add_eos(d, item, vocab, err)) return false;
+    json_array_foreach(value, i, item)
+    {
+        if (!defaults_add_eos(d, item, vocab, err))
+            return false;
+    }
     return true;
 }
 
@@ -78,10 +82,20 @@ static bool defaults_read_sampling(struct sampler_options *s, const json_t *root
     return sampler_check(s, err);
 }
 
+static bool defaults_read_thinking(struct defaults *d, const json_t *root, struct err *err)
+{
+    const json_t *value = json_object_get(root, "enable_thinking");
+    if (value && !json_is_boolean(value) && !json_is_null(value))
+        return err_set(err, ERR_INPUT, "enable_thinking must be true or false");
+    d->thinking = !json_is_false(value);
+    return true;
+}
+
 bool defaults_read(const char *folder, const struct config *config, struct defaults *out,
                    struct err *err)
 {
     memset(out, 0, sizeof *out);
+    out->thinking = true;
     out->sampling.top_p = 1;
     out->sampling.repetition_penalty = 1;
     out->sampling.vocab = config->vocab;
@@ -89,17 +103,18 @@ bool defaults_read(const char *folder, const struct config *config, struct defau
     memcpy(out->eos, config->eos, config->eos_count * sizeof *config->eos);
 
     char *path = file_join(folder, "generation_config.json");
-    bool ok = true;
-    if (file_exists(path)) {
+    bool there, ok = file_find_regular(path, &there, err);
+    if (ok && there) {
         struct buf text = {0};
         json_error_t error;
         json_t *root = NULL;
-        ok = file_read(path, 1 << 20, &text, err);
+        ok = file_read_regular(path, 1 << 20, &text, err);
         if (ok && !(root = json_loadb(text.data ? text.data : "", text.len, JSON_REJECT_DUPLICATES,
                                       &error)))
             ok = err_set(err, ERR_INPUT, "%s: line %d: %s", path, error.line, error.text);
         else if (ok && (!defaults_read_eos(out, root, config->vocab, err) ||
-                        !defaults_read_sampling(&out->sampling, root, err))) {
+                        !defaults_read_sampling(&out->sampling, root, err) ||
+                        !defaults_read_thinking(out, root, err))) {
             err->kind = ERR_INPUT;
             ok = err_wrap(err, "%s", path);
         }

@@ -11,9 +11,11 @@ struct defaults {
     struct sampler_options sampling; /* vocab is the caller's to set */
     int32_t eos[DEFAULTS_MAX_EOS];   /* those of config.json and generation_config.json together */
     uint32_t eos_count;
+    bool thinking; /* whether answers begin with a thought, unless told */
 };
 
-/* Reads folder/generation_config.json; a folder without one samples greedily. */
+/* Reads folder/generation_config.json; a folder without one samples greedily, and thinks. Beside
+ * transformers' keys it may hold `enable_thinking`, for models that were not trained to think. */
 bool defaults_read(const char *folder, const struct config *config, struct defaults *out,
                    struct err *err);
 

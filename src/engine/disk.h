@@ -3,7 +3,8 @@
  * A page's file is named after all tokens up to its end, a snapshot's after all tokens before it,
  * so prefixes share pages here too. Entries fit only the same model, page layout and format
  * version; each has a checksum, is written beside and renamed, and is dropped when it does not
- * hold. One thread makes the calls; a second one, of this file, writes. */
+ * hold. One thread makes the calls, and none of them waits for the disk, except opening, closing
+ * and a write that is told to: two threads of their own write and read. */
 #ifndef ENGINE_DISK_H
 #define ENGINE_DISK_H
 
@@ -14,6 +15,7 @@
 #include <stdint.h>
 
 struct disk;
+struct disk_load;
 
 enum disk_kind { DISK_PAGE = 'p', DISK_SNAPSHOT = 's' };
 
@@ -37,13 +39,30 @@ bool disk_has(struct disk *disk, enum disk_kind kind, struct disk_key key);
 /* The longest prefix, from `least` to n tokens, of which there is a snapshot; 0: none. */
 uint32_t disk_find(struct disk *disk, const struct disk_key *keys, uint32_t least, uint32_t n);
 
-/* Reads an entry of exactly `bytes` bytes about `pos` tokens, of which the last `count` are
- * `tokens`. False when there is none that holds; what is damaged is removed, with a line in the
- * log. */
-bool disk_read(struct disk *disk, enum disk_kind kind, struct disk_key key, const int32_t *tokens,
-               uint32_t count, uint32_t pos, uint8_t *out, uint64_t bytes);
+/* A snapshot of tokens[0..n), and the pages from first_page on before it. */
+struct disk_load_plan {
+    const int32_t *tokens;       /* [n] */
+    const struct disk_key *keys; /* [n + 1] */
+    uint32_t n, first_page, page_rows;
+    uint64_t snapshot_bytes, page_bytes;
+};
 
-/* Removes every snapshot of a prefix of up to n tokens. */
+/* Begins to read it, beside the caller; the plan's arrays are copied. */
+struct disk_load *disk_load_open(struct disk *disk, const struct disk_load_plan *plan);
+
+/* PIECE: the next one, the snapshot first, then the pages in order; *bytes is the caller's (free).
+ * FAILED: one is not there or does not hold; what is damaged is removed, with a line in the log. */
+enum disk_load_state { DISK_LOAD_WAITS, DISK_LOAD_PIECE, DISK_LOAD_FAILED };
+enum disk_load_state disk_load_take(struct disk_load *load, uint8_t **bytes);
+
+/* At any time. */
+void disk_load_close(struct disk_load *load);
+
+/* Called from another thread whenever a load has something new; user outlives the disk. Set before
+ * the first load. */
+void disk_set_news(struct disk *disk, void (*news)(void *user), void *user);
+
+/* Removes all of every prefix of up to n tokens: snapshots, pages, and what waits to be written. */
 void disk_drop(struct disk *disk, const struct disk_key *keys, uint32_t n);
 
 /* Queues an entry for writing; `bytes` (malloc) is taken over in any case. False when too much is
@@ -51,8 +70,11 @@ void disk_drop(struct disk *disk, const struct disk_key *keys, uint32_t n);
 bool disk_write(struct disk *disk, enum disk_kind kind, struct disk_key key, const int32_t *tokens,
                 uint32_t count, uint32_t pos, uint8_t *bytes, uint64_t n, bool wait);
 
+/* So much waits to be written that what can come later should. */
+bool disk_is_busy(struct disk *disk);
+
 struct disk_stats {
-    uint64_t bytes, entries, failed;
+    uint64_t bytes, bytes_max, entries, failed;
 };
 
 struct disk_stats disk_read_stats(struct disk *disk);

@@ -9,18 +9,18 @@
 #include "base/log.h"
 #include "base/mem.h"
 
-#include <assert.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { ENGINE_CHUNK = 512, ENGINE_LOGIT_BYTES = 16 << 20 };
+enum { ENGINE_LOGIT_BYTES = 16 << 20 };
 
 /* What a context would take, and what there is. */
 struct engine_plan {
     const struct config *config;
     struct state_limits state;
     uint64_t weights, graph, available; /* bytes */
+    bool limited;                       /* available is what the caller allows, and there is more */
 };
 
 static double engine_gib(uint64_t bytes)
@@ -64,13 +64,18 @@ static bool engine_plan_ctx(const struct engine_plan *plan, uint32_t wanted, uin
     if (wanted > plan->config->max_ctx)
         return err_set(err, ERR_USAGE, "a context of %u is more than the model's %u positions",
                        wanted, plan->config->max_ctx);
-    /* Unless told, an eighth of the free memory is left to the rest of the machine. */
-    *ctx = wanted ? wanted : engine_largest_ctx(plan, plan->available - plan->available / 8);
+    /* Unless told: half of what the weights leave free, or all but an eighth of the whole. */
+    uint64_t fixed = plan->weights + plan->graph, most = plan->available - plan->available / 8;
+    if (fixed < plan->available && fixed + (plan->available - fixed) / 2 > most)
+        most = fixed + (plan->available - fixed) / 2;
+    *ctx = wanted ? wanted : engine_largest_ctx(plan, most);
     if (*ctx && engine_fits(plan, *ctx, plan->available))
         return true;
     uint32_t asked = *ctx ? *ctx : plan->config->max_ctx;
     uint32_t largest = engine_largest_ctx(plan, plan->available);
-    char advice[96] = "no context fits: use a machine with more memory";
+    char advice[96] = "no context fits: use a smaller model or a machine with more memory";
+    if (plan->limited)
+        snprintf(advice, sizeof advice, "no context fits: raise --memory, which counts in MiB");
     if (largest)
         snprintf(advice, sizeof advice, "the largest context that fits is %u: use --ctx %u",
                  largest, largest);
@@ -98,14 +103,15 @@ static uint64_t engine_pages(const struct engine_plan *plan, uint32_t ctx)
     return least + (spare / page < 4 * least ? spare / page : 4 * least);
 }
 
-/* Free memory of the machine, and of the device where it says how much it has. */
-static uint64_t engine_available(const struct device *device)
+/* Free memory of the machine, and of the device where it says how much it has; at most `limit`. */
+static uint64_t engine_available(const struct device *device, uint64_t limit)
 {
     uint64_t host = mem_available_bytes(), own = device_head(device)->memory_bytes;
     if (host == 0)
         host = UINT64_MAX;
     if (own == 0)
         own = UINT64_MAX;
+    own = limit && limit < own ? limit : own;
     return host < own ? host : own;
 }
 
@@ -137,7 +143,9 @@ static bool engine_make_plan(struct engine *engine, const struct engine_options 
                                  : device_head(engine->device)->kv_kind},
         .weights = sizes.bytes.total,
         .graph = graph_bytes(&sizes.config, &graph),
-        .available = engine_available(engine->device),
+        .available = engine_available(engine->device, options->memory_bytes),
+        .limited =
+            options->memory_bytes && options->memory_bytes < engine_available(engine->device, 0),
     };
     bool ok = engine_plan_ctx(&plan, options->ctx, &engine->ctx, err);
     *limits = plan.state;
@@ -151,7 +159,9 @@ static bool engine_make_plan(struct engine *engine, const struct engine_options 
 static bool engine_open_tokenizer(struct engine *engine, const char *folder, struct err *err)
 {
     char *path = file_join(folder, "tokenizer.json");
-    bool ok = !file_exists(path) || tokenizer_open(folder, &engine->tokenizer, err);
+    bool there = false;
+    bool ok = file_find_regular(path, &there, err) &&
+              (!there || tokenizer_open(folder, &engine->tokenizer, err));
     free(path);
     if (ok && engine->tokenizer) {
         uint32_t vocab = tokenizer_vocab(engine->tokenizer);
@@ -164,7 +174,10 @@ static bool engine_open_tokenizer(struct engine *engine, const char *folder, str
 static bool engine_open_parts(struct engine *engine, const struct engine_options *options,
                               struct err *err)
 {
-    struct device_options device = {.name = options->backend, .threads = options->threads};
+    struct device_options device = {.name = options->backend,
+                                    .threads = options->threads,
+                                    .deterministic = options->deterministic,
+                                    .without = options->without};
     struct model_options load = {
         .lock = options->lock,
         .huge_pages = options->huge_pages,
@@ -172,8 +185,10 @@ static bool engine_open_parts(struct engine *engine, const struct engine_options
         .progress_user = options->progress_user,
     };
     struct state_limits limits;
-    if (!device_open(&device, &engine->device, err) ||
-        !engine_make_plan(engine, options, &limits, err) ||
+    if (!device_open(&device, &engine->device, err))
+        return false;
+    engine->chunk = options->chunk ? options->chunk : device_prefill_rows(engine->device);
+    if (!engine_make_plan(engine, options, &limits, err) ||
         !(engine->has_model =
               model_open(options->model, engine->device, &load, &engine->model, err)))
         return false;
@@ -192,7 +207,6 @@ bool engine_open(const struct engine_options *options, struct engine **out, stru
 {
     struct engine *engine = mem_new(1, sizeof *engine);
     engine->folder = mem_copy_text(options->model, strlen(options->model));
-    engine->chunk = options->chunk ? options->chunk : ENGINE_CHUNK;
     engine->parallel = options->parallel ? options->parallel : 1;
     if (!engine_open_parts(engine, options, err)) {
         engine_close(engine);
@@ -253,6 +267,11 @@ struct sampler_options engine_sampling(const struct engine *engine)
     return engine->defaults.sampling;
 }
 
+bool engine_thinks(const struct engine *engine)
+{
+    return engine->defaults.thinking;
+}
+
 bool engine_generate(struct engine *engine, const struct engine_request *request,
                      struct engine_result *result, struct err *err)
 {
@@ -303,8 +322,10 @@ bool engine_score(struct engine *engine, const int32_t *ids, size_t n, uint32_t 
         return err_set(err, ERR_USAGE, "chunks of %u rows, and the engine was opened for %u", step,
                        engine->chunk);
     if (n > engine->ctx)
-        return err_set(err, ERR_RESOURCE, "%zu tokens are more than the context of %u", n,
-                       engine->ctx);
+        return err_set(err, ERR_RESOURCE,
+                       "%zu tokens are more than the context of %u; use a larger --ctx or a "
+                       "shorter text",
+                       n, engine->ctx);
     /* What engine_generate has kept would take pages from this. */
     scheduler_close(engine->own);
     engine->own = NULL;

@@ -9,13 +9,16 @@
 #include "text/tokenizer.h"
 
 struct engine_options {
-    const char *model;   /* folder */
-    const char *backend; /* null: the best one */
-    int threads;         /* 0: one a core */
-    uint32_t ctx;        /* positions; 0: the model's own, at most what fits */
-    uint32_t chunk;      /* prefill rows a step; 0: 512 */
-    uint32_t parallel;   /* sequences at a time; 0: 1 */
+    const char *model;     /* folder */
+    const char *backend;   /* null: the best one */
+    int threads;           /* 0: one a core */
+    uint32_t ctx;          /* positions; 0: the model's own, at most what fits */
+    uint32_t chunk;        /* prefill rows a step; 0: what suits the device */
+    uint32_t parallel;     /* sequences at a time; 0: 1 */
+    uint64_t memory_bytes; /* it may use at most so much; 0: what is free */
     bool lock, huge_pages;
+    bool deterministic;  /* see struct device_options */
+    const char *without; /* likewise */
     enum { ENGINE_KV_AUTO, ENGINE_KV_F32, ENGINE_KV_BF16 } kv;
     void (*progress)(void *user, uint64_t done, uint64_t total);
     void *progress_user;
@@ -30,14 +33,16 @@ bool engine_open(const struct engine_options *options, struct engine **out, stru
 void engine_close(struct engine *engine);
 
 const struct model *engine_model(const struct engine *engine);
-const struct tokenizer *
-engine_tokenizer(const struct engine *engine); /* null: the folder has none */
+/* Null: the folder has none. */
+const struct tokenizer *engine_tokenizer(const struct engine *engine);
 const char *engine_backend(const struct engine *engine);
 uint32_t engine_ctx(const struct engine *engine);
 uint32_t engine_chunk(const struct engine *engine);
 
 /* Sampling defaults of generation_config.json (greedy when it says so or is absent). */
 struct sampler_options engine_sampling(const struct engine *engine);
+/* Whether answers begin with a thought, unless told: also of generation_config.json. */
+bool engine_thinks(const struct engine *engine);
 
 enum finish { FINISH_STOP, FINISH_LENGTH, FINISH_CANCELLED };
 

@@ -33,6 +33,16 @@ static struct disk *scheduler_open_disk(const struct engine *engine,
     return disk;
 }
 
+/* From the disk's thread. */
+static void scheduler_on_news(void *user)
+{
+    struct scheduler *s = user;
+    pthread_mutex_lock(&s->lock);
+    s->events++;
+    pthread_cond_signal(&s->wake);
+    pthread_mutex_unlock(&s->lock);
+}
+
 bool scheduler_open(struct engine *engine, const struct scheduler_options *options,
                     struct scheduler **out, struct err *err)
 {
@@ -42,7 +52,10 @@ bool scheduler_open(struct engine *engine, const struct scheduler_options *optio
     uint64_t cache_bytes = options->cache_bytes ? options->cache_bytes : mem_machine_bytes() / 10;
     s->engine = engine;
     s->disk = scheduler_open_disk(engine, options);
+    if (s->disk)
+        disk_set_news(s->disk, scheduler_on_news, s);
     s->cache = cache_open(&engine->state, cache_bytes, s->disk);
+    s->stats.cache_bytes_max = cache_bytes;
     s->prefill_rows = options->prefill_rows;
     s->running = mem_new(parallel, sizeof *s->running);
     s->tokens = mem_new((size_t)engine->chunk + parallel, sizeof *s->tokens);
@@ -111,7 +124,7 @@ static bool scheduler_enqueue(struct scheduler *s, struct sequence *sequence, ui
         s->queue_end = &sequence->next;
         s->stats.queued++;
         s->stats.requests++;
-        pthread_cond_signal(&s->wake);
+        s->events++;
     } else {
         s->stats.refused++;
         err_set(err, ERR_RESOURCE, "%u requests are waiting already; try again later",
@@ -141,6 +154,12 @@ bool scheduler_submit(struct scheduler *s, const struct engine_request *request,
     return scheduler_take(s, request, done, request->user, id, err);
 }
 
+/* What it is woken for changed under the lock, which is not needed any more. */
+void scheduler_wake(struct scheduler *s)
+{
+    pthread_cond_signal(&s->wake);
+}
+
 void scheduler_cancel(struct scheduler *s, uint64_t id)
 {
     pthread_mutex_lock(&s->lock);
@@ -150,6 +169,7 @@ void scheduler_cancel(struct scheduler *s, uint64_t id)
     for (uint32_t i = 0; i < s->engine->parallel; i++)
         if (s->running[i] && s->running[i]->id == id)
             atomic_store(&s->running[i]->cancelled, true);
+    s->events++;
     pthread_cond_signal(&s->wake);
     pthread_mutex_unlock(&s->lock);
 }
@@ -162,7 +182,7 @@ static void *scheduler_main(void *arg)
     pthread_mutex_lock(&s->lock);
     while (!s->closing) {
         pthread_mutex_unlock(&s->lock);
-        bool worked = scheduler_step(s);
+        bool worked = scheduler_step(s) || step_save(s);
         pthread_mutex_lock(&s->lock);
         while (!worked && !s->closing && !s->queue)
             pthread_cond_wait(&s->wake, &s->lock);
@@ -186,6 +206,13 @@ void scheduler_read_stats(struct scheduler *s, struct scheduler_stats *out)
     pthread_mutex_lock(&s->lock);
     *out = s->stats;
     pthread_mutex_unlock(&s->lock);
+    if (s->disk) {
+        struct disk_stats disk = disk_read_stats(s->disk);
+        out->store_failed_disk += disk.failed;
+        out->disk_bytes = disk.bytes;
+        out->disk_bytes_max = disk.bytes_max;
+        out->disk_entries = disk.entries;
+    }
 }
 
 /* What scheduler_run waits for. */

@@ -31,12 +31,17 @@ void scheduler_close(struct scheduler *scheduler);
  * result holds what was generated before). Both pointers are valid during the call only. */
 typedef void scheduler_done(void *user, const struct engine_result *result, const struct err *err);
 
-/* Queues a copy of the request. Its on_token, on_prefill and `done` are called with request->user
- * from inside scheduler_step. Fails with ERR_USAGE (bad sampling options, a prompt that does not
+/* Queues a copy of the request. The thread of scheduler_start begins with it when it is awake, and
+ * is not woken by this. Its on_token, on_prefill and `done` are called with request->user from
+ * inside scheduler_step. Fails with ERR_USAGE (bad sampling options, a prompt that does not
  * fit the context, in the message's numbers) or ERR_RESOURCE (the queue is full: try again later);
  * then `done` is not called. `id` names the request for scheduler_cancel. Thread-safe. */
 bool scheduler_submit(struct scheduler *scheduler, const struct engine_request *request,
                       scheduler_done *done, uint64_t *id, struct err *err);
+
+/* To be called after submitting. A thread that is woken may get the processor of the one that woke
+ * it, which then stands still for a forward pass: so what is urgent is done before. Thread-safe. */
+void scheduler_wake(struct scheduler *scheduler);
 
 /* Ends a request in any phase (queued, prefill, decode); its `done` comes with FINISH_CANCELLED.
  * Unknown or ended ids are ignored. Thread-safe. */
@@ -51,9 +56,13 @@ bool scheduler_start(struct scheduler *scheduler, struct err *err);
 struct scheduler_stats {
     uint64_t requests, failed, cancelled, refused;
     uint64_t prompt_tokens, cached_tokens, generated_tokens, steps;
+    double compute_s; /* in forward passes */
     uint32_t running, queued;
-    uint64_t cache_bytes, cache_entries, cache_hits, cache_misses, cache_evictions;
-    uint64_t disk_bytes, disk_entries, store_failed;
+    uint64_t cache_bytes, cache_bytes_max, cache_entries, cache_hits, cache_misses, cache_evictions;
+    uint64_t disk_bytes, disk_bytes_max, disk_entries; /* max 0: there is no disk tier */
+    uint64_t disk_hits;
+    /* Entries of the cache that were kept; and those that were not, for want of what. */
+    uint64_t stored, store_failed_size, store_failed_memory, store_failed_disk;
     uint32_t faults_in_a_row; /* numerical or device faults since the last good step */
 };
 

@@ -2,7 +2,7 @@
  *
  * Text goes sampler -> detokenizer (whole characters) -> stops (what cannot be part of a stop
  * string) -> on_token, so the pieces that a caller sees join to exactly the answer.
- * Invariant: tokens is the prompt followed by result.ids. */
+ * Invariant: tokens is the prompt followed by result.ids, and by the stop token if there is one. */
 #include "engine/sequence.h"
 
 #include "base/clock.h"
@@ -91,6 +91,7 @@ bool sequence_open(struct engine *engine, const struct engine_request *request,
     /* The last token needs no position of its own: it is never fed. */
     uint32_t room = engine->ctx - s->prompt_len + 1;
     s->limit = request->max_tokens && request->max_tokens < room ? request->max_tokens : room;
+    s->load_most = s->prompt_len - 1;
     s->result.stop_id = -1;
     s->result.prompt_tokens = s->prompt_len;
     s->detokenizer = (struct detokenizer){.tokenizer = engine->tokenizer,
@@ -153,6 +154,14 @@ bool sequence_wants_logits(const struct sequence *s, int32_t argmax)
     /* Rows that pad the head are not tokens; the sampler knows to pass them over. */
     return s->request.logprobs || !sampler_is_argmax(s->sampler) ||
            (uint32_t)argmax >= s->request.sampling.vocab;
+}
+
+bool sequence_can_follow(const struct sequence *s)
+{
+    size_t len = s->result.ids.len + 1;
+    bool ends_thought = s->thinking && s->request.think_tokens && len >= s->request.think_tokens;
+    return sampler_is_argmax(s->sampler) && !s->request.grammar && !s->request.logprobs &&
+           len < s->limit && !ends_thought;
 }
 
 static void sequence_mask(struct sequence *s, float *logits, size_t vocab)
@@ -250,6 +259,7 @@ bool sequence_advance(struct sequence *s, int32_t argmax, float *logits, struct 
         s->first_ns = clock_now_ns();
     if (sequence_is_stop(s, token.id)) {
         s->result.stop_id = token.id;
+        token_list_push(&s->tokens, token.id);
         sequence_end_text(s, FINISH_STOP);
         return true;
     }

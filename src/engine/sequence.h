@@ -9,13 +9,19 @@
 
 #include <stdatomic.h>
 
-enum sequence_phase { SEQUENCE_QUEUED, SEQUENCE_PREFILL, SEQUENCE_DECODE, SEQUENCE_ENDED };
+enum sequence_phase {
+    SEQUENCE_QUEUED,
+    SEQUENCE_LOADING, /* a prefix comes from disk */
+    SEQUENCE_PREFILL,
+    SEQUENCE_DECODE,
+    SEQUENCE_ENDED,
+};
 
 struct sequence {
     /* what was asked; pointers of the request lead to memory of the sequence, except grammar */
     struct engine *engine;
     struct engine_request request; /* prompt is null: see tokens */
-    struct token_list tokens;      /* the prompt, then the answer */
+    struct token_list tokens;      /* the prompt, the answer, the token that ended it if any */
     uint32_t prompt_len;
     uint32_t limit; /* tokens to generate, at most */
     char *strings;  /* the stop strings' bytes */
@@ -41,11 +47,12 @@ struct sequence {
     scheduler_done *done;
     void *done_user;
     atomic_bool cancelled;
-    struct sequence *next; /* in the queue */
-    uint32_t slot;         /* while phase is PREFILL or DECODE */
-    uint32_t rows;         /* in the running batch, from position slot_pos on; 0: none */
-    uint32_t first_row;    /* of those */
-    bool suspect;          /* its last batch failed: it runs alone until one is good */
+    struct sequence *next;   /* in the queue */
+    uint32_t slot;           /* while phase is LOADING, PREFILL or DECODE */
+    struct cache_load *load; /* while phase is LOADING */
+    uint32_t load_most;      /* tokens of a prefix from disk: longer ones did not hold */
+    bool counted;            /* its prompt, in the scheduler's numbers */
+    bool suspect;            /* its last batch failed: it runs alone until one is good */
 };
 
 /* Checks the request and copies it: ERR_USAGE or ERR_RESOURCE, naming what is wrong. */
@@ -56,6 +63,10 @@ void sequence_close(struct sequence *sequence);
 /* Whether sequence_advance needs the logits, or the argmax alone will do. By the thread that steps,
  * as sequence_advance. */
 bool sequence_wants_logits(const struct sequence *sequence, int32_t argmax);
+
+/* Whether the token after the next one can be worked on before the next one is known on the host:
+ * all that is likely to follow is the argmax, and more than one token. */
+bool sequence_can_follow(const struct sequence *sequence);
 
 /* The logits after the last token are there: `argmax` of them, and the row itself, f32 [vocab]
  * (overwritten), when sequence_wants_logits. Chooses the next token, appends it to tokens and

@@ -22,6 +22,7 @@ struct scheduler {
     uint32_t *logit_row;
     struct sequence **member, **asking; /* of each segment; of each logit row; null: has ended */
     struct batch batch;
+    bool ahead; /* the batch is queued on the device already: it followed the one before */
 
     pthread_mutex_t lock;
     pthread_cond_t wake; /* something was queued or cancelled, or closing */
@@ -30,6 +31,7 @@ struct scheduler {
     struct sequence *queue, **queue_end;
     uint32_t queue_max;
     uint64_t next_id;
+    uint64_t events; /* submissions, cancellations, news from the disk */
     struct scheduler_stats stats;
 };
 
@@ -37,5 +39,11 @@ struct scheduler {
 void step_end(struct scheduler *scheduler, struct sequence *sequence, const struct err *err);
 /* The same for one that was cancelled. */
 void step_cancel(struct scheduler *scheduler, struct sequence *sequence);
+
+/* Ends what was cancelled, wherever it is; then the queue's first get the free slots (admit.c). */
+void admit_requests(struct scheduler *scheduler);
+
+/* Nothing runs: more of the cache goes to disk; false when all has. */
+bool step_save(struct scheduler *scheduler);
 
 #endif

@@ -138,16 +138,23 @@ static inline void folder_write(struct folder *f, uint32_t shards, uint32_t misa
     }
 }
 
-static inline void folder_close(struct folder *f)
+/* The folder and the files in it. */
+static inline void folder_remove(const char *folder)
 {
-    DIR *dir = opendir(f->path);
+    DIR *dir = opendir(folder);
     for (struct dirent *e; dir && (e = readdir(dir));) {
-        char *path = file_join(f->path, e->d_name);
+        char *path = file_join(folder, e->d_name);
         unlink(path);
         free(path);
     }
-    closedir(dir);
-    rmdir(f->path);
+    if (dir)
+        closedir(dir);
+    rmdir(folder);
+}
+
+static inline void folder_close(struct folder *f)
+{
+    folder_remove(f->path);
     safetensors_close(&f->source);
     json_decref(f->config);
 }

@@ -6,13 +6,37 @@
 #include "engine/disk.h"
 
 #include <dirent.h>
+#include <pthread.h>
 #include <signal.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 
 enum { PROMPTS = 6 };
 
 static const struct scheduler_options without_cache = {.cache_bytes = 1};
+
+/* A slow disk: these stand before the C library's. Only whole buffers are slowed, so that a log
+ * line or a lock file is not. */
+static atomic_int slow_read_ms, slow_write_ms;
+
+static void slow_down(atomic_int *ms, size_t n)
+{
+    if (n >= 1024 && atomic_load(ms))
+        usleep(1000u * (unsigned)atomic_load(ms));
+}
+
+ssize_t read(int fd, void *bytes, size_t n)
+{
+    slow_down(&slow_read_ms, n);
+    return syscall(SYS_read, fd, bytes, n);
+}
+
+ssize_t write(int fd, const void *bytes, size_t n)
+{
+    slow_down(&slow_write_ms, n);
+    return syscall(SYS_write, fd, bytes, n);
+}
 
 struct bench {
     char folder[32];
@@ -110,7 +134,7 @@ static void what_is_evicted_comes_back(void **unused)
     struct scheduler_stats stats = serve_stats(scheduler);
     assert_true(stats.cache_evictions > 0 && stats.disk_entries > 0 &&
                 stats.cache_bytes <= 4 << 20);
-    assert_int_equal(stats.store_failed, 0);
+    assert_int_equal(serve_failed_stores(&stats), 0);
     uint64_t all = 0;
     for (int i = 0; i < PROMPTS; i++)
         all += 3 * b.prompt[i].len;
@@ -282,12 +306,274 @@ static void a_kill_leaves_nothing_wrong(void **unused)
     bench_close(&b);
 }
 
+/* Nothing of what a fault may have spoilt is found again, also not what waits to be written. */
+static void what_is_dropped_is_gone(void **unused)
+{
+    (void)unused;
+    struct token_list ids = noise(600, 4);
+    struct disk_key *keys = mem_new(601, sizeof *keys);
+    char folder[] = "/tmp/calla-kept-XXXXXX";
+    int files;
+    assert_non_null(mkdtemp(folder));
+    disk_name_prefixes(ids.ids, 600, keys);
+    for (int slow = 0; slow < 2; slow++) {
+        struct disk *disk;
+        assert_true(disk_open(folder, 1 << 30, 1, &disk, NULL));
+        atomic_store(&slow_write_ms, slow ? 100 : 0);
+        for (uint32_t end = 256; end <= 512; end += 256)
+            assert_true(disk_write(disk, DISK_PAGE, keys[end], ids.ids + end - 256, 256, end,
+                                   mem_new(5000, 1), 5000, true));
+        assert_true(disk_write(disk, DISK_SNAPSHOT, keys[600], ids.ids, 600, 600, mem_new(5000, 1),
+                               5000, true));
+        for (int i = 0; !slow && disk_read_stats(disk).entries < 3 && i < 5000; i++)
+            usleep(1000);
+        disk_drop(disk, keys, 600);
+        if (!slow) {
+            assert_false(disk_has(disk, DISK_PAGE, keys[256]));
+            assert_false(disk_has(disk, DISK_SNAPSHOT, keys[600]));
+        }
+        assert_int_equal(disk_find(disk, keys, 1, 600), 0);
+        atomic_store(&slow_write_ms, 0);
+        disk_close(disk);
+        folder_bytes(folder, &files);
+        assert_true(files <= slow); /* the one that was being written */
+    }
+    folder_remove(folder);
+    free(keys);
+    token_list_free(&ids);
+}
+
+/* What a step may take while the disk takes longer; a sanitizer takes its own time. */
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+static const double step_s = 5;
+#else
+static const double step_s = 0.14;
+#endif
+
+/* ---- a slow disk -------------------------------------------------------------------------- */
+
+/* All prompts are on disk, nothing in memory. */
+static void fill_disk(struct bench *b)
+{
+    struct engine *engine = open_tiny();
+    struct scheduler *scheduler = schedule(b, engine, 1 << 28, 0);
+    for (int i = 0; i < PROMPTS; i++)
+        serve_prompt(b, scheduler, i);
+    scheduler_close(scheduler);
+    engine_close(engine);
+}
+
+static struct engine_request kept_request(struct bench *b, int i)
+{
+    struct engine_request request = client_request(&b->prompt[i], 4);
+    request.keep_at[0] = 270;
+    request.keep_at[1] = (uint32_t)b->prompt[i].len - 3;
+    return request;
+}
+
+/* Steps until the client has ended; the longest of them in seconds. */
+static double step_until(struct scheduler *scheduler, const struct client *c)
+{
+    double worst = 0;
+    while (!c->ends) {
+        uint64_t start_ns = clock_now_ns();
+        assert_true(scheduler_step(scheduler) || c->ends);
+        double took = clock_seconds_since(start_ns);
+        worst = took > worst ? took : worst;
+    }
+    return worst;
+}
+
+/* A prompt comes from a disk that takes 150 ms a read: others answer meanwhile. */
+static void a_slow_read_stops_nobody(void **unused)
+{
+    (void)unused;
+    struct bench b;
+    bench_open(&b);
+    fill_disk(&b);
+    struct engine *engine = serve_open(tiny_folder, "cpu/ref", 4096, 128, 3);
+    struct scheduler *scheduler = schedule(&b, engine, 1 << 28, 0);
+    struct token_list prompt = noise(25, 99);
+    struct client stream = {0}, loading = {0}, same = {0};
+    client_submit(&stream, scheduler, client_request(&prompt, 4000));
+    while (stream.ids.len < 3)
+        scheduler_step(scheduler);
+    atomic_store(&slow_read_ms, 150);
+    client_submit(&loading, scheduler, kept_request(&b, 5));
+    client_submit(&same, scheduler, kept_request(&b, 5));
+    size_t before = stream.ids.len;
+    stream.worst_gap_ns = 0;
+    uint64_t start_ns = clock_now_ns();
+    double worst = step_until(scheduler, &loading);
+    double took = clock_seconds_since(start_ns);
+    while (!same.ends)
+        scheduler_step(scheduler);
+    atomic_store(&slow_read_ms, 0);
+    print_message("loaded in %.0f ms, longest step %.0f ms, %zu tokens beside it\n", 1e3 * took,
+                  1e3 * worst, stream.ids.len - before);
+    assert_true(took > 0.4); /* two pages and a snapshot */
+    assert_true(worst < step_s && (double)stream.worst_gap_ns < 1e9 * step_s);
+    assert_true(stream.ids.len - before > 10);
+    assert_int_equal(loading.result.cached_tokens, b.prompt[5].len - 3);
+    assert_int_equal(same.result.cached_tokens, b.prompt[5].len - 3);
+    assert_same_answer(&loading, &b.cold[5]);
+    assert_same_answer(&same, &b.cold[5]);
+    assert_int_equal(serve_stats(scheduler).disk_hits, 1); /* the other one found it in memory */
+    scheduler_cancel(scheduler, stream.id);
+    serve_all(scheduler);
+    client_free(&stream);
+    client_free(&loading);
+    client_free(&same);
+    token_list_free(&prompt);
+    scheduler_close(scheduler);
+    assert_int_equal(engine->state.free_count, engine->state.limits.pages);
+    engine_close(engine);
+    bench_close(&b);
+}
+
+/* Pitfalls 46, 50: cancelled while it loads, and closed while it loads; nothing is left. */
+static void loads_can_be_left(void **unused)
+{
+    (void)unused;
+    struct bench b;
+    bench_open(&b);
+    fill_disk(&b);
+    struct engine *engine = serve_open(tiny_folder, "cpu/ref", 1024, 128, 2);
+    for (int round = 0; round < 8; round++) {
+        struct scheduler *scheduler = schedule(&b, engine, 1 << 28, 0);
+        struct client c = {0}, other = {0};
+        atomic_store(&slow_read_ms, 30);
+        client_submit(&c, scheduler, kept_request(&b, 4));
+        for (int i = 0; i < round % 4; i++)
+            scheduler_step(scheduler);
+        if (round < 4) {
+            scheduler_cancel(scheduler, c.id);
+            double worst = step_until(scheduler, &c);
+            assert_true(worst < step_s);
+            assert_int_equal(c.result.finish, FINISH_CANCELLED);
+            client_submit(&other, scheduler, kept_request(&b, 2));
+            serve_all(scheduler);
+            assert_same_answer(&other, &b.cold[2]);
+            client_free(&other);
+        }
+        scheduler_close(scheduler);
+        assert_int_equal(c.ends, 1);
+        client_free(&c);
+        atomic_store(&slow_read_ms, 0);
+        assert_int_equal(engine->state.free_count, engine->state.limits.pages);
+    }
+    engine_close(engine);
+    bench_close(&b);
+}
+
+/* Memory for an entry or two and a disk that takes 50 ms a write: what is evicted waits for the
+ * writer, and nobody for it. */
+static void a_slow_write_stops_nobody(void **unused)
+{
+    (void)unused;
+    struct bench b;
+    bench_open(&b);
+    struct engine *engine = serve_open(tiny_folder, "cpu/ref", 4096, 128, 2);
+    struct scheduler *scheduler = schedule(&b, engine, 4 << 20, 0);
+    struct token_list prompt = noise(25, 99);
+    struct client stream = {0};
+    atomic_store(&slow_write_ms, 50);
+    client_submit(&stream, scheduler, client_request(&prompt, 4000));
+    while (stream.ids.len < 3)
+        scheduler_step(scheduler);
+    stream.worst_gap_ns = 0;
+    double worst = 0;
+    for (int i = 0; i < PROMPTS; i++) {
+        struct client c = {0};
+        client_submit(&c, scheduler, kept_request(&b, i));
+        double took = step_until(scheduler, &c);
+        worst = took > worst ? took : worst;
+        assert_same_answer(&c, &b.cold[i]);
+        client_free(&c);
+    }
+    print_message("longest step %.0f ms\n", 1e3 * worst);
+    assert_true(worst < step_s && (double)stream.worst_gap_ns < 1e9 * step_s);
+    assert_true(serve_stats(scheduler).cache_evictions > 0);
+    atomic_store(&slow_write_ms, 0);
+    scheduler_cancel(scheduler, stream.id);
+    serve_all(scheduler);
+    client_free(&stream);
+    token_list_free(&prompt);
+    scheduler_close(scheduler);
+    engine_close(engine);
+    int files;
+    assert_true(folder_bytes(b.folder, &files) > 0 && files > PROMPTS);
+    bench_close(&b);
+}
+
+/* A disk that gives nothing any more: after ten seconds the prompt is read instead. */
+static void a_hung_read_is_given_up(void **unused)
+{
+    (void)unused;
+    if (!long_form())
+        skip();
+    struct bench b;
+    bench_open(&b);
+    fill_disk(&b);
+    struct engine *engine = open_tiny();
+    struct scheduler *scheduler = schedule(&b, engine, 1 << 28, 0);
+    atomic_store(&slow_read_ms, 25000);
+    uint64_t start_ns = clock_now_ns();
+    assert_int_equal(serve_prompt(&b, scheduler, 5), 0);
+    assert_in_range((uint64_t)clock_seconds_since(start_ns), 9, 24);
+    atomic_store(&slow_read_ms, 0);
+    scheduler_close(scheduler);
+    engine_close(engine);
+    bench_close(&b);
+}
+
+/* Something else under an entry's name: neither waited for nor read. */
+static void entries_of_other_kinds_are_dropped(void **unused)
+{
+    (void)unused;
+    struct bench b;
+    bench_open(&b);
+    for (int kind = 0; kind < 3; kind++) {
+        fill_disk(&b);
+        DIR *dir = opendir(b.folder);
+        struct dirent *entry;
+        while ((entry = readdir(dir))) {
+            char *path = file_join(b.folder, entry->d_name);
+            if (entry->d_name[0] != '.' && unlink(path) == 0)
+                assert_int_equal(kind == 0   ? mkfifo(path, 0600)
+                                 : kind == 1 ? symlink("/nowhere", path)
+                                             : symlink("/dev/zero", path),
+                                 0);
+            free(path);
+        }
+        closedir(dir);
+        struct engine *engine = open_tiny();
+        struct scheduler *scheduler = schedule(&b, engine, 1 << 28, 0);
+        for (int i = 0; i < 2; i++)
+            assert_int_equal(serve_prompt(&b, scheduler, i), 0);
+        scheduler_close(scheduler);
+        engine_close(engine);
+        folder_remove(b.folder);
+        assert_int_equal(mkdir(b.folder, 0700), 0);
+    }
+    bench_close(&b);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(entries_survive_a_restart), cmocka_unit_test(what_is_evicted_comes_back),
-        cmocka_unit_test(the_folder_has_a_limit),    cmocka_unit_test(damaged_entries_are_dropped),
-        cmocka_unit_test(models_do_not_share),       cmocka_unit_test(a_kill_leaves_nothing_wrong),
+        cmocka_unit_test(entries_survive_a_restart),
+        cmocka_unit_test(what_is_evicted_comes_back),
+        cmocka_unit_test(the_folder_has_a_limit),
+        cmocka_unit_test(damaged_entries_are_dropped),
+        cmocka_unit_test(models_do_not_share),
+        cmocka_unit_test(a_kill_leaves_nothing_wrong),
+        cmocka_unit_test(a_slow_read_stops_nobody),
+        cmocka_unit_test(loads_can_be_left),
+        cmocka_unit_test(a_slow_write_stops_nobody),
+        cmocka_unit_test(a_hung_read_is_given_up),
+        cmocka_unit_test(entries_of_other_kinds_are_dropped),
+        cmocka_unit_test(what_is_dropped_is_gone),
     };
     return cmocka_run_group_tests(tests, tiny_make, tiny_remove);
 }

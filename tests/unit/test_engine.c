@@ -601,6 +601,10 @@ static void defaults_come_from_the_folder(void **unused)
     assert_true(
         read_defaults("{\"do_sample\": false, \"temperature\": 0.6, \"eos_token_id\": 3}", &d));
     assert_true(d.sampling.temperature == 0 && defaults_is_eos(&d, 3));
+    assert_true(d.thinking);
+    assert_true(read_defaults("{\"enable_thinking\": false}", &d) && !d.thinking);
+    assert_true(read_defaults("{\"enable_thinking\": null}", &d) && d.thinking);
+    assert_false(read_defaults("{\"enable_thinking\": 1}", &d));
     assert_false(read_defaults("{\"eos_token_id\": 100}", &d));
     assert_false(read_defaults("{\"eos_token_id\": [\"a\"]}", &d));
     assert_false(read_defaults("{\"top_k\": 1.5}", &d));

@@ -26,13 +26,15 @@ static void ask_for(const struct engine *engine, int who, struct token_list *out
     serve_encode(engine, text, out);
 }
 
-/* What each of them answers alone. */
+/* What each of them answers alone, a step at a time. */
 static void answer_alone(struct engine *engine, const struct engine_request *request, int n,
                          struct client *out)
 {
     struct scheduler *scheduler = serve_schedule(engine, without_cache);
+    serve_set_ahead(engine, false);
     for (int i = 0; i < n; i++)
         out[i] = serve_one(scheduler, request[i]);
+    serve_set_ahead(engine, serve_ahead);
     scheduler_close(scheduler);
 }
 
@@ -296,10 +298,15 @@ static void streams_go_on_while_prompts_are_read(void **unused)
     assert_int_equal(late.stop_after, 1);
     assert_true(most <= 512);
     assert_int_equal(stream.worst_gap_steps, 1);
-    print_message("worst gap %.0f ms, at most %u prompt rows a step, %s\n",
-                  (double)stream.worst_gap_ns * 1e-6, most, engine_backend(engine));
-    if (long_form())
-        assert_true(stream.worst_gap_ns <= 250000000);
+    print_message(
+        "worst gap %.0f ms, %.0f ms of them computing; at most %u prompt rows a step, %s\n",
+        (double)stream.worst_gap_ns * 1e-6, (double)stream.worst_gap_cpu_ns * 1e-6, most,
+        engine_backend(engine));
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+    /* The engine has this thread alone, and does nothing but compute: what else the machine does is
+     * not counted. */
+    assert_true(stream.worst_gap_cpu_ns <= 250000000);
+#endif
     scheduler_cancel(scheduler, stream.id);
     serve_all(scheduler);
     client_free(&stream);
@@ -338,6 +345,8 @@ static void a_nan_ends_one_request(void **unused)
                  span_at(state_delta(&engine->state, 1), scheduler->running[2]->slot * bytes), &nan,
                  4);
     scheduler_step(scheduler);
+    if (serve_ahead) /* the step before this one was queued already */
+        scheduler_step(scheduler);
     assert_int_equal(c[2].ends, 1);
     assert_int_equal(c[2].err.kind, ERR_INTERNAL);
     serve_all(scheduler);
@@ -571,6 +580,7 @@ static void *caller_main(void *arg)
             caller->wrong = true;
             break;
         }
+        scheduler_wake(caller->scheduler);
         bool cancel = rand_below(&rand, 3) == 0;
         if (cancel) {
             usleep((useconds_t)rand_below(&rand, 20000));
@@ -641,5 +651,18 @@ int main(void)
         cmocka_unit_test(a_grammar_begins_after_the_thought),
         cmocka_unit_test(callers_in_threads_get_their_own_answers),
     };
-    return cmocka_run_group_tests(tests, tiny_make, tiny_remove);
+    const struct CMUnitTest ahead[] = {
+        cmocka_unit_test(requests_together_answer_as_alone),
+        cmocka_unit_test(a_shared_prefix_is_read_once),
+        cmocka_unit_test(answers_do_not_depend_on_history),
+        cmocka_unit_test(requests_are_cancelled_in_every_phase),
+        cmocka_unit_test(a_nan_ends_one_request),
+        cmocka_unit_test(device_errors_end_the_request_that_causes_them),
+        cmocka_unit_test(a_thinking_budget_ends_the_thought),
+        cmocka_unit_test(a_grammar_begins_after_the_thought),
+        cmocka_unit_test(callers_in_threads_get_their_own_answers),
+    };
+    int failed = cmocka_run_group_tests(tests, tiny_make, tiny_remove);
+    serve_ahead = true;
+    return failed + cmocka_run_group_tests(ahead, tiny_make, tiny_remove);
 }
