@@ -54,6 +54,17 @@ json_t *answer_text(const char *text, size_t n)
     return value;
 }
 
+json_t *answer_float(float value)
+{
+    char text[32];
+    for (int digits = 1; digits <= 9; digits++) {
+        snprintf(text, sizeof text, "%.*g", digits, (double)value);
+        if (strtof(text, NULL) == value)
+            break;
+    }
+    return json_real(strtod(text, NULL));
+}
+
 void answer_append_quoted(struct buf *out, const char *text, size_t n)
 {
     buf_append_char(out, '"');
@@ -61,16 +72,17 @@ void answer_append_quoted(struct buf *out, const char *text, size_t n)
     buf_append_char(out, '"');
 }
 
-json_t *answer_describe_token(const struct tokenizer *tokenizer, int32_t id, float logprob)
+void answer_write_json(struct buf *out, json_t *value)
 {
-    size_t n;
-    const char *bytes = tokenizer_bytes(tokenizer, id, &n);
-    json_t *list = json_array();
-    for (size_t i = 0; i < n; i++)
-        json_array_append_new(list, json_integer((unsigned char)bytes[i]));
-    double value = logprob < -9999 ? -9999.0 : (double)logprob; /* JSON has no infinity */
-    return json_pack("{s:o,s:f,s:o}", "token", answer_text(n ? bytes : "", n), "logprob", value,
-                     "bytes", list);
+    pyjson_append_compact(out, value);
+    json_decref(value);
+}
+
+void answer_write_head(const struct answer *a, const char *object, struct buf *out)
+{
+    buf_printf(out, "{\"id\":\"%s\",\"object\":\"%s\",\"created\":%lld,\"model\":", a->id, object,
+               (long long)a->created);
+    answer_append_quoted(out, a->model, strlen(a->model));
 }
 
 static struct answer *answer_new(struct exchange *x, const struct answer_api *api, json_t *body)
@@ -101,7 +113,7 @@ static void answer_free_choice(struct choice *c)
         buf_free(&c->calls[i].arguments);
     }
     free(c->calls);
-    json_decref(c->logprobs);
+    logprobs_clear(&c->logprobs);
     buf_free(&c->reasoning);
     buf_free(&c->content);
     buf_free(&c->tail);
@@ -265,6 +277,13 @@ static bool answer_check_room(const struct answer *a, struct fault *fault)
     if (a->prompt_count * a->n > ANSWER_MAX_CHOICES)
         return fault_set(fault, "n", "%zu answers were asked for; at most %d are given",
                          a->prompt_count * a->n, ANSWER_MAX_CHOICES);
+    const struct server_options *o = &a->server->options;
+    if (a->prompt_count * a->n > (size_t)o->queue + o->parallel)
+        return fault_set(
+            fault, "n",
+            "'n' asks for %zu answers, and this server holds %u at a time (%u in work, "
+            "%u waiting): ask for fewer, or start it with a larger --queue",
+            a->prompt_count * a->n, o->queue + o->parallel, o->parallel, o->queue);
     return true;
 }
 
@@ -364,5 +383,14 @@ bool answer_handle(struct exchange *x, const struct answer_api *api)
         return false;
     if (a->failed)
         return exchange_reply_fault(x, &a->fault);
-    return exchange_reply_json(x, 200, api->whole(a));
+    struct buf whole = {0};
+    api->whole(a, &whole);
+    if (!whole.full)
+        return exchange_reply_buf(x, 200, "application/json", &whole);
+    buf_free(&whole);
+    fault_set_status(&fault, 400, "reply_too_large",
+                     "the reply is larger than %d bytes; ask for fewer answers or tokens, or for "
+                     "a stream",
+                     BUF_MAX_DEFAULT);
+    return exchange_reply_fault(x, &fault);
 }

@@ -7,6 +7,7 @@
 #define SERVER_ANSWER_H
 
 #include "server/core.h"
+#include "server/logprobs.h"
 #include "server/mailbox.h"
 #include "text/grammar.h"
 #include "text/parser.h"
@@ -34,9 +35,9 @@ struct choice {
 
     bool thinking; /* its tokens are thoughts still */
     uint32_t reasoning_tokens, completion_tokens, prompt_tokens, cached_tokens;
-    json_t *logprobs; /* array, or null: entries that the writer has not taken yet */
-    struct buf tail;  /* the newest bytes generated: tells which stop string it was */
-    struct buf raw;   /* all of it, for the trace */
+    struct logprobs logprobs; /* those that the writer has not taken yet */
+    struct buf tail;          /* the newest bytes generated: tells which stop string it was */
+    struct buf raw;           /* all of it, for the trace */
     enum finish finish;
     const char *stop; /* the stop string that ended it, or null */
     double first_token_s, decode_s;
@@ -45,8 +46,8 @@ struct choice {
 struct answer_api {
     /* Reads answer->body: fills prompts and options. */
     bool (*read)(struct answer *answer, struct fault *fault);
-    /* The whole reply, once all choices have ended; a new reference. */
-    json_t *(*whole)(struct answer *answer);
+    /* The whole reply, once all choices have ended: JSON, appended to `out`. */
+    void (*whole)(struct answer *answer, struct buf *out);
     /* Streams; each appends events to answer->out. */
     void (*open)(struct answer *answer);
     void (*event)(struct choice *choice, const struct parser_event *event);
@@ -81,8 +82,9 @@ struct answer {
     size_t stop_count;
     bool logprobs;
     uint32_t top_logprobs;
-    bool raw;           /* no parser: completions */
-    bool thinking_open; /* the prompt ends inside a think block */
+    uint64_t logprobs_kept; /* numbers, over the choices, of a reply that is no stream */
+    bool raw;               /* no parser: completions */
+    bool thinking_open;     /* the prompt ends inside a think block */
     uint32_t think_tokens;
     json_t *tools; /* OpenAI form, or null; owned */
     bool one_call, no_calls;
@@ -99,6 +101,8 @@ struct answer {
     struct buf out;
     size_t out_at;
     bool opened, closed;
+    bool woken;        /* the engine, for what was submitted */
+    uint64_t sent_ns;  /* when something was last sent */
     struct buf prefix; /* for the API's use: what opens each event */
     uint64_t sequence; /* likewise: a counter */
     json_t *items;     /* likewise */
@@ -136,15 +140,21 @@ struct answer_usage answer_count(const struct answer *answer);
 /* prefix + 24 hexadecimal digits that nobody can guess. */
 void answer_make_id(const char *prefix, char *out, size_t size);
 
-/* OpenAI's logprob entry of a token; a new reference. */
-json_t *answer_describe_token(const struct tokenizer *tokenizer, int32_t id, float logprob);
-
 /* Text as a JSON string with invalid UTF-8 replaced; a new reference. */
 json_t *answer_text(const char *text, size_t n);
 static inline json_t *answer_buf_text(const struct buf *buf)
 {
     return answer_text(buf->len ? buf->data : "", buf->len);
 }
+
+/* The double that is written as the fewest digits that read back to this float; a new reference. */
+json_t *answer_float(float value);
+
+/* Appends JSON without spaces, and drops the reference. */
+void answer_write_json(struct buf *out, json_t *value);
+
+/* What OpenAI's replies and chunks begin with: id to model; the object stays open. */
+void answer_write_head(const struct answer *answer, const char *object, struct buf *out);
 
 /* Appends `"text"`, escaped. */
 void answer_append_quoted(struct buf *out, const char *text, size_t n);

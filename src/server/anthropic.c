@@ -3,12 +3,10 @@
  * Invariant: at most one block is open; block numbers count up from 0 in the order of events. */
 #include "server/anthropic.h"
 
-#include "base/mem.h"
 #include "server/body.h"
 #include "server/chat.h"
 #include "server/request.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 enum { ANTHROPIC_THINKING = 1, ANTHROPIC_TEXT, ANTHROPIC_TOOL };
@@ -29,7 +27,7 @@ static bool anthropic_read_all(struct answer *a, struct chat *chat, struct fault
 static bool anthropic_read(struct answer *a, struct fault *fault)
 {
     struct chat chat;
-    chat_init(&chat);
+    chat_init(&chat, a);
     answer_make_id("msg_", a->id, sizeof a->id);
     bool ok = anthropic_read_all(a, &chat, fault);
     chat_free(&chat);
@@ -72,7 +70,7 @@ static json_t *anthropic_message(const struct answer *a, json_t *content, json_t
                      "stop_sequence", stop, "usage", anthropic_usage(a));
 }
 
-static json_t *anthropic_whole(struct answer *a)
+static void anthropic_whole(struct answer *a, struct buf *out)
 {
     const struct choice *c = &a->choices[0];
     json_t *content = json_array();
@@ -92,7 +90,8 @@ static json_t *anthropic_whole(struct answer *a)
                                                  "name", answer_buf_text(&c->calls[i].name),
                                                  "input", input ? input : json_object()));
     }
-    return anthropic_message(a, content, json_string(anthropic_finish(c)), anthropic_stop_text(c));
+    answer_write_json(out, anthropic_message(a, content, json_string(anthropic_finish(c)),
+                                             anthropic_stop_text(c)));
 }
 
 static void anthropic_open(struct answer *a)
@@ -211,7 +210,7 @@ bool anthropic_handle(struct exchange *x)
 static bool anthropic_read_count(struct answer *a, struct fault *fault)
 {
     struct chat chat;
-    chat_init(&chat);
+    chat_init(&chat, a);
     bool ok = fields_check(a->body, anthropic_fields, NULL, fault) &&
               anthropic_read_chat(a, &chat, fault) && chat_prepare(&chat, a, fault);
     chat_free(&chat);

@@ -6,7 +6,10 @@
 #include "server/request.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+
+enum { ANTHROPIC_MAX_TOLD = 512, ANTHROPIC_MAX_TOLD_BYTES = 8 << 20 };
 
 const struct field anthropic_fields[] = {
     {"model", FIELD_HONOURED},
@@ -76,27 +79,86 @@ static bool anthropic_read_system(struct chat *chat, const json_t *system, struc
     return true;
 }
 
-/* Adds text to a message that has some, or begins one of the role. */
-static void anthropic_add_text(struct chat *chat, const char *role, json_t **open,
-                               const json_t *text)
+/* A message whose text is still being put together. */
+struct anthropic_open {
+    json_t *message; /* borrowed; or null: none is open */
+    struct buf text;
+};
+
+static void anthropic_begin_message(struct chat *chat, const char *role,
+                                    struct anthropic_open *open)
 {
-    if (!*open) {
-        *open = json_pack("{s:s,s:s}", "role", role, "content", "");
-        json_array_append_new(chat->messages, *open);
-    }
-    struct buf joined = {0};
-    const json_t *old = json_object_get(*open, "content");
-    buf_append(&joined, json_string_value(old), json_string_length(old));
-    buf_append(&joined, json_string_value(text), json_string_length(text));
-    json_object_set_new(*open, "content", answer_buf_text(&joined));
-    buf_free(&joined);
+    open->message = json_pack("{s:s,s:s}", "role", role, "content", "");
+    json_array_append_new(chat->messages, open->message);
 }
 
-static bool anthropic_add_result(struct chat *chat, const json_t *block, const char *where,
+static void anthropic_end_message(struct anthropic_open *open)
+{
+    if (open->message)
+        json_object_set_new(open->message, "content", answer_buf_text(&open->text));
+    open->message = NULL;
+    buf_clear(&open->text);
+}
+
+/* What the model reads of a tool that was not in the head: the line that Claude Code's ToolSearch
+ * announces. */
+static json_t *anthropic_describe_tool(const json_t *tools, const char *name)
+{
+    json_t *line = NULL;
+    for (size_t i = 0; !line && i < json_array_size(tools); i++) {
+        const json_t *tool = json_array_get(tools, i);
+        const char *own = json_string_value(json_object_get(tool, "name"));
+        if (own && !strcmp(own, name))
+            line = json_pack("{s:O*,s:s,s:O*}", "description", json_object_get(tool, "description"),
+                             "name", name, "parameters", json_object_get(tool, "input_schema"));
+    }
+    if (!line)
+        line = json_pack("{s:s}", "name", name);
+    char *text = json_dumps(line, JSON_COMPACT | JSON_PRESERVE_ORDER);
+    json_t *part = json_pack(
+        "{s:s,s:o}", "type", "text", "text",
+        json_sprintf("<functions>\n<function>%s</function>\n</functions>\n", text ? text : "{}"));
+    free(text);
+    json_decref(line);
+    return part;
+}
+
+/* A tool result's content with what tool_reference blocks stand for in their place; null after
+ * fault_set. All that a request has of these is bounded, as a few bytes stand for many. */
+static json_t *anthropic_resolve(struct chat *chat, const json_t *tools, json_t *content,
                                  struct fault *fault)
 {
+    if (!json_is_array(content))
+        return content ? json_incref(content) : json_null();
+    json_t *parts = json_array();
+    for (size_t i = 0; i < json_array_size(content); i++) {
+        json_t *part = json_array_get(content, i);
+        const char *name = json_string_value(json_object_get(part, "tool_name"));
+        if (!name || strcmp(anthropic_type(part), "tool_reference") != 0) {
+            json_array_append(parts, part);
+            continue;
+        }
+        json_t *told = anthropic_describe_tool(tools, name);
+        json_array_append_new(parts, told);
+        chat->told_bytes += json_string_length(json_object_get(told, "text"));
+        if (++chat->told > ANTHROPIC_MAX_TOLD || chat->told_bytes > ANTHROPIC_MAX_TOLD_BYTES) {
+            json_decref(parts);
+            fault_set(fault, "messages",
+                      "the tool_reference blocks stand for more than %d tools or %d bytes",
+                      ANTHROPIC_MAX_TOLD, ANTHROPIC_MAX_TOLD_BYTES);
+            return NULL;
+        }
+    }
+    return parts;
+}
+
+static bool anthropic_add_result(struct chat *chat, const json_t *tools, const json_t *block,
+                                 const char *where, struct fault *fault)
+{
     static const char *const types[] = {"text", NULL};
-    json_t *text = chat_join_text(json_object_get(block, "content"), where, "block", types, fault);
+    json_t *content = anthropic_resolve(chat, tools, json_object_get(block, "content"), fault);
+    json_t *text = content ? chat_join_text(content, where, "block", types, fault) : NULL;
+    json_decref(content);
     if (!text)
         return false;
     json_array_append_new(chat->messages, json_pack("{s:s,s:o}", "role", "tool", "content", text));
@@ -119,59 +181,62 @@ static bool anthropic_add_call(json_t *message, const json_t *block, const char 
 }
 
 /* One block of an assistant's message, which is open. */
-static bool anthropic_add_own(struct chat *chat, json_t *message, const json_t *block,
-                              const char *where, struct fault *fault)
+static bool anthropic_add_own(struct anthropic_open *open, const json_t *block, const char *where,
+                              struct fault *fault)
 {
     const char *type = anthropic_type(block);
-    const json_t *text = json_object_get(block, "text");
     json_t *thought = json_object_get(block, "thinking");
-    if (!strcmp(type, "text") && json_is_string(text)) {
-        anthropic_add_text(chat, "assistant", &message, text);
-        return true;
-    }
     if (!strcmp(type, "thinking") && json_is_string(thought)) {
-        json_object_set(message, "reasoning_content", thought);
+        json_object_set(open->message, "reasoning_content", thought);
         return true;
     }
     if (!strcmp(type, "redacted_thinking"))
         return true;
     if (!strcmp(type, "tool_use"))
-        return anthropic_add_call(message, block, where, fault);
+        return anthropic_add_call(open->message, block, where, fault);
     return fault_set(fault, where, "%s: blocks of type '%.60s' are not supported", where, type);
 }
 
-static bool anthropic_add_blocks(struct chat *chat, const char *role, const json_t *blocks,
-                                 size_t index, struct fault *fault)
+static bool anthropic_add_block(struct chat *chat, const json_t *tools, const char *role,
+                                const json_t *block, const char *where, struct anthropic_open *open,
+                                struct fault *fault)
 {
-    bool own = !strcmp(role, "assistant");
-    json_t *open = NULL;
-    if (own) {
-        open = json_pack("{s:s,s:s}", "role", role, "content", "");
-        json_array_append_new(chat->messages, open);
+    const json_t *text = json_object_get(block, "text");
+    const char *type = anthropic_type(block);
+    if (!strcmp(type, "text") && json_is_string(text)) {
+        if (!open->message)
+            anthropic_begin_message(chat, role, open);
+        buf_append(&open->text, json_string_value(text), json_string_length(text));
+        return true;
     }
-    for (size_t i = 0; i < json_array_size(blocks); i++) {
-        const json_t *block = json_array_get(blocks, i), *text = json_object_get(block, "text");
-        char where[80];
-        snprintf(where, sizeof where, "messages[%zu].content[%zu]", index, i);
-        if (own) {
-            if (!anthropic_add_own(chat, open, block, where, fault))
-                return false;
-        } else if (!strcmp(anthropic_type(block), "text") && json_is_string(text)) {
-            anthropic_add_text(chat, role, &open, text);
-        } else if (!strcmp(anthropic_type(block), "tool_result")) {
-            open = NULL;
-            if (!anthropic_add_result(chat, block, where, fault))
-                return false;
-        } else {
-            return fault_set(fault, where, "%s: blocks of type '%.60s' are not supported", where,
-                             anthropic_type(block));
-        }
-    }
-    return true;
+    if (!strcmp(role, "assistant"))
+        return anthropic_add_own(open, block, where, fault);
+    if (strcmp(type, "tool_result") != 0)
+        return fault_set(fault, where, "%s: blocks of type '%.60s' are not supported", where, type);
+    anthropic_end_message(open);
+    return anthropic_add_result(chat, tools, block, where, fault);
 }
 
-static bool anthropic_read_messages(struct chat *chat, const json_t *messages, struct fault *fault)
+static bool anthropic_add_blocks(struct chat *chat, const json_t *tools, const char *role,
+                                 const json_t *blocks, size_t index, struct fault *fault)
 {
+    struct anthropic_open open = {0};
+    bool ok = true;
+    if (!strcmp(role, "assistant"))
+        anthropic_begin_message(chat, role, &open);
+    for (size_t i = 0; ok && i < json_array_size(blocks); i++) {
+        char where[80];
+        snprintf(where, sizeof where, "messages[%zu].content[%zu]", index, i);
+        ok = anthropic_add_block(chat, tools, role, json_array_get(blocks, i), where, &open, fault);
+    }
+    anthropic_end_message(&open);
+    buf_free(&open.text);
+    return ok;
+}
+
+static bool anthropic_read_messages(struct chat *chat, const json_t *body, struct fault *fault)
+{
+    const json_t *messages = json_object_get(body, "messages"), *tools = fields_get(body, "tools");
     if (!json_is_array(messages) || !json_array_size(messages))
         return fault_set(fault, "messages", "'messages' must be a list with at least one message");
     for (size_t i = 0; i < json_array_size(messages); i++) {
@@ -186,12 +251,14 @@ static bool anthropic_read_messages(struct chat *chat, const json_t *messages, s
                                   json_pack("{s:s,s:O}", "role", role, "content", content));
         else if (!json_is_array(content))
             return fault_set(fault, "messages", "messages[%zu].content must be text or blocks", i);
-        else if (!anthropic_add_blocks(chat, role, content, i, fault))
+        else if (!anthropic_add_blocks(chat, tools, role, content, i, fault))
             return false;
     }
     return true;
 }
 
+/* A tool with defer_loading is left out of the head, which stays the same when the client adds more
+ * of them: the model reads of it where a tool_reference names it. */
 static bool anthropic_read_tools(struct chat *chat, const json_t *tools, struct fault *fault)
 {
     if (!tools)
@@ -199,8 +266,10 @@ static bool anthropic_read_tools(struct chat *chat, const json_t *tools, struct 
     if (!json_is_array(tools))
         return fault_set(fault, "tools", "'tools' must be a list");
     chat->tools = json_array();
+    chat->head_tools = json_array();
     for (size_t i = 0; i < json_array_size(tools); i++) {
         json_t *tool = json_array_get(tools, i), *function = json_object();
+        bool deferred = false;
         const char *type = json_string_value(json_object_get(tool, "type"));
         json_t *name = json_object_get(tool, "name"), *text = json_object_get(tool, "description");
         json_t *schema = json_object_get(tool, "input_schema");
@@ -214,6 +283,10 @@ static bool anthropic_read_tools(struct chat *chat, const json_t *tools, struct 
             json_object_set(function, "description", text);
         if (schema)
             json_object_set(function, "parameters", schema);
+        if (!fields_read_bool(tool, "defer_loading", &deferred, fault))
+            return false;
+        if (!deferred)
+            json_array_append(chat->head_tools, json_array_get(chat->tools, i));
     }
     return chat_check_tools(chat->tools, fault);
 }
@@ -270,7 +343,7 @@ bool anthropic_read_chat(struct answer *a, struct chat *chat, struct fault *faul
 {
     chat->messages = json_array();
     return anthropic_read_system(chat, fields_get(a->body, "system"), fault) &&
-           anthropic_read_messages(chat, json_object_get(a->body, "messages"), fault) &&
+           anthropic_read_messages(chat, a->body, fault) &&
            chat_check_messages(chat->messages, fault) &&
            anthropic_read_tools(chat, fields_get(a->body, "tools"), fault) &&
            anthropic_read_choice(chat, fields_get(a->body, "tool_choice"), fault) &&

@@ -17,15 +17,17 @@ enum {
     CHAT_MAX_NAME = 128
 };
 
-void chat_init(struct chat *chat)
+void chat_init(struct chat *chat, const struct answer *a)
 {
-    *chat = (struct chat){.options = {.add_generation_prompt = true, .enable_thinking = true}};
+    *chat = (struct chat){.options = {.add_generation_prompt = true,
+                                      .enable_thinking = engine_thinks(a->server->engine)}};
 }
 
 void chat_free(struct chat *chat)
 {
     json_decref(chat->messages);
     json_decref(chat->tools);
+    json_decref(chat->head_tools);
     json_decref(chat->schema);
 }
 
@@ -310,32 +312,12 @@ static bool chat_make_grammar(struct chat *chat, struct answer *a, struct fault 
         return fault_set(fault, "tools", "%s", err.text);
     if (calls || !chat->schema)
         return true;
-    if (json_array_size(chat->tools) && chat->choice == CHAT_AUTO)
-        return fault_set(fault, "response_format",
-                         "a JSON format together with tools needs tool_choice none or required: an "
-                         "answer cannot be held to the format and be free to call a tool");
-    if (!grammar_from_schema(chat->schema, &a->grammar, &err))
+    bool both = json_array_size(chat->tools) && chat->choice == CHAT_AUTO;
+    if (both && !grammar_from_either(chat->schema, chat->tools, !chat->one_call, &a->grammar, &err))
+        return fault_set(fault, "response_format", "beside tools: %s", err.text);
+    if (!both && !grammar_from_schema(chat->schema, &a->grammar, &err))
         return fault_set(fault, "response_format", "%s", err.text);
     return true;
-}
-
-/* Tokens of text[start..end), whose ends are at control tokens, so that cutting there changes none.
- */
-static bool chat_encode(const struct answer *a, const struct template_prompt *prompt, size_t start,
-                        size_t end, struct token_list *out, struct fault *fault)
-{
-    struct text_range *plain = mem_new(prompt->plain_count + 1, sizeof *plain);
-    size_t count = 0;
-    for (size_t i = 0; i < prompt->plain_count; i++) {
-        struct text_range r = prompt->plain[i];
-        if (r.start >= start && r.start + r.len <= end)
-            plain[count++] = (struct text_range){r.start - start, r.len};
-    }
-    struct err err = {0};
-    bool ok = tokenizer_encode(engine_tokenizer(a->server->engine), prompt->text.data + start,
-                               end - start, plain, count, out, &err);
-    free(plain);
-    return ok || fault_from_err(fault, &err);
 }
 
 bool chat_prepare(struct chat *chat, struct answer *a, struct fault *fault)
@@ -343,7 +325,8 @@ bool chat_prepare(struct chat *chat, struct answer *a, struct fault *fault)
     struct template_prompt prompt;
     struct err err = {0};
     /* Where no call may be made the model is not told of tools. */
-    const json_t *shown = chat->choice == CHAT_NONE ? NULL : chat->tools;
+    json_t *known = chat->choice == CHAT_NONE ? NULL : chat->tools;
+    const json_t *shown = known && json_array_size(chat->head_tools) ? chat->head_tools : known;
     if (!chat_make_grammar(chat, a, fault))
         return false;
     if (!template_render(chat->messages, shown, &chat->options, &prompt, &err))
@@ -351,14 +334,12 @@ bool chat_prepare(struct chat *chat, struct answer *a, struct fault *fault)
     a->prompts = mem_new(1, sizeof *a->prompts);
     a->prompt_count = 1;
     struct token_list *ids = &a->prompts[0];
-    bool ok = chat_encode(a, &prompt, 0, prompt.head_len, ids, fault);
-    a->keep_at[0] = (uint32_t)ids->len;
-    ok = ok && chat_encode(a, &prompt, prompt.head_len, prompt.generation_pos, ids, fault);
-    a->keep_at[1] = (uint32_t)ids->len;
-    ok = ok && chat_encode(a, &prompt, prompt.generation_pos, prompt.text.len, ids, fault);
+    bool ok =
+        template_tokenize(&prompt, engine_tokenizer(a->server->engine), ids, a->keep_at, &err) ||
+        fault_from_err(fault, &err);
     a->thinking_open = prompt.thinking_open;
     a->think_tokens = prompt.thinking_open ? chat->think_tokens : 0;
-    a->tools = json_incref((json_t *)shown);
+    a->tools = json_incref(known);
     a->one_call = chat->one_call;
     a->no_calls = chat->choice == CHAT_NONE;
     if (a->server->trace && ok)

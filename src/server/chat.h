@@ -10,16 +10,19 @@ enum chat_choice { CHAT_AUTO, CHAT_NONE, CHAT_REQUIRED, CHAT_NAMED };
 struct chat {
     json_t *messages; /* owned; chat_free */
     json_t *tools;    /* OpenAI form, or null; owned */
+    json_t
+        *head_tools; /* those among them that the prompt begins with; null or empty: all; owned */
     enum chat_choice choice;
     const char *name; /* with CHAT_NAMED */
     bool one_call;
     json_t *schema; /* the content must fit it; or null; owned */
     struct template_options options;
-    uint32_t think_tokens; /* 0: no limit */
+    uint32_t think_tokens;   /* 0: no limit */
+    size_t told, told_bytes; /* descriptions of tools in the midst of messages: Anthropic's */
 };
 
-/* Thinking is on, a generation prompt is added. */
-void chat_init(struct chat *chat);
+/* Thinking is as the model has it by default, a generation prompt is added. */
+void chat_init(struct chat *chat, const struct answer *answer);
 void chat_free(struct chat *chat);
 
 /* Checks and tidies messages in place: content parts must be text, texts of roles and names sound,

@@ -6,9 +6,6 @@
 #include "server/openai_chat.h"
 #include "server/request.h"
 
-#include <stdlib.h>
-#include <string.h>
-
 const struct field completions_fields[] = {
     {"prompt", FIELD_HONOURED},
     {"model", FIELD_HONOURED},
@@ -63,6 +60,14 @@ static bool completions_add_prompt(struct answer *a, const json_t *prompt, struc
            fault_from_err(fault, &err);
 }
 
+/* The prompt as it came: text, or token ids. */
+static void completions_trace(const struct answer *a, const json_t *prompt, size_t tokens)
+{
+    trace_write(a->server->trace, a->id, "prompt",
+                json_pack("{s:O,s:I}", json_is_string(prompt) ? "text" : "ids", prompt, "tokens",
+                          (json_int_t)tokens));
+}
+
 static bool completions_read_prompts(struct answer *a, struct fault *fault)
 {
     const json_t *prompt = fields_get(a->body, "prompt");
@@ -75,6 +80,8 @@ static bool completions_read_prompts(struct answer *a, struct fault *fault)
     for (size_t i = 0; i < count; i++)
         if (!completions_add_prompt(a, many ? json_array_get(prompt, i) : prompt, fault))
             return false;
+    for (size_t i = 0; i < count && a->server->trace; i++)
+        completions_trace(a, many ? json_array_get(prompt, i) : prompt, a->prompts[i].len);
     return true;
 }
 
@@ -98,60 +105,45 @@ static bool completions_read(struct answer *a, struct fault *fault)
     return completions_read_prompts(a, fault);
 }
 
-static json_t *completions_logprobs(const struct choice *c)
-{
-    if (!c->answer->logprobs || !c->logprobs)
-        return json_null();
-    json_t *tokens = json_array(), *values = json_array(), *tops = json_array(),
-           *offsets = json_array();
-    size_t offset = 0;
-    for (size_t i = 0; i < json_array_size(c->logprobs); i++) {
-        const json_t *entry = json_array_get(c->logprobs, i);
-        json_t *token = json_object_get(entry, "token"), *top = json_object();
-        const json_t *list = json_object_get(entry, "top_logprobs");
-        json_array_append(tokens, token);
-        json_array_append(values, json_object_get(entry, "logprob"));
-        json_array_append_new(offsets, json_integer((json_int_t)offset));
-        offset += json_string_length(token);
-        for (size_t k = 0; k < json_array_size(list); k++) {
-            const json_t *item = json_array_get(list, k);
-            json_object_set(top, json_string_value(json_object_get(item, "token")),
-                            json_object_get(item, "logprob"));
-        }
-        json_array_append_new(tops, top);
-    }
-    return json_pack("{s:o,s:o,s:o,s:o}", "tokens", tokens, "token_logprobs", values,
-                     "top_logprobs", tops, "text_offset", offsets);
-}
-
-static json_t *completions_choice(const struct choice *c, json_t *text, const char *finish)
-{
-    return json_pack("{s:I,s:o,s:o,s:o}", "index", (json_int_t)c->index, "text", text, "logprobs",
-                     completions_logprobs(c), "finish_reason",
-                     finish ? json_string(finish) : json_null());
-}
-
-static json_t *completions_object(const struct answer *a, json_t *choices)
-{
-    return json_pack("{s:s,s:s,s:I,s:s,s:o}", "id", a->id, "object", "text_completion", "created",
-                     (json_int_t)a->created, "model", a->model, "choices", choices);
-}
-
 static const char *completions_finish(const struct choice *c)
 {
     return c->finish == FINISH_LENGTH ? "length" : "stop";
 }
 
-static json_t *completions_whole(struct answer *a)
+/* finish: null in the middle of a stream. */
+static void completions_write_choice(struct choice *c, const char *text, size_t n,
+                                     const char *finish, struct buf *out)
 {
-    json_t *choices = json_array();
-    for (size_t i = 0; i < a->count; i++)
-        json_array_append_new(choices, completions_choice(&a->choices[i],
-                                                          answer_buf_text(&a->choices[i].content),
-                                                          completions_finish(&a->choices[i])));
-    json_t *whole = completions_object(a, choices);
-    json_object_set_new(whole, "usage", openai_chat_usage(a));
-    return whole;
+    const struct answer *a = c->answer;
+    buf_printf(out, "{\"index\":%zu,\"text\":", c->index);
+    answer_write_json(out, answer_text(text, n));
+    buf_append_text(out, ",\"logprobs\":");
+    if (c->logprobs.tokens)
+        logprobs_write_completion(&c->logprobs, a->top_logprobs,
+                                  engine_tokenizer(a->server->engine), out);
+    else
+        buf_append_text(out, "null");
+    logprobs_clear(&c->logprobs);
+    if (finish)
+        buf_printf(out, ",\"finish_reason\":\"%s\"}", finish);
+    else
+        buf_append_text(out, ",\"finish_reason\":null}");
+}
+
+static void completions_whole(struct answer *a, struct buf *out)
+{
+    answer_write_head(a, "text_completion", out);
+    buf_append_text(out, ",\"choices\":[");
+    for (size_t i = 0; i < a->count; i++) {
+        struct choice *c = &a->choices[i];
+        if (i)
+            buf_append_char(out, ',');
+        completions_write_choice(c, c->content.len ? c->content.data : "", c->content.len,
+                                 completions_finish(c), out);
+    }
+    buf_append_text(out, "],\"usage\":");
+    answer_write_json(out, openai_chat_usage(a));
+    buf_append_char(out, '}');
 }
 
 static void completions_open(struct answer *a)
@@ -161,10 +153,12 @@ static void completions_open(struct answer *a)
 
 static void completions_send(struct choice *c, const char *text, size_t n, const char *finish)
 {
-    json_t *choice = completions_choice(c, answer_text(text, n), finish);
-    answer_send(c->answer, NULL, completions_object(c->answer, json_pack("[o]", choice)));
-    json_decref(c->logprobs);
-    c->logprobs = NULL;
+    struct buf *out = &c->answer->out;
+    buf_append_text(out, "data: ");
+    answer_write_head(c->answer, "text_completion", out);
+    buf_append_text(out, ",\"choices\":[");
+    completions_write_choice(c, text, n, finish, out);
+    buf_append_text(out, "]}\n\n");
 }
 
 static void completions_event(struct choice *c, const struct parser_event *event)
@@ -180,9 +174,11 @@ static void completions_end(struct choice *c)
 static void completions_close(struct answer *a)
 {
     if (a->include_usage) {
-        json_t *last = completions_object(a, json_array());
-        json_object_set_new(last, "usage", openai_chat_usage(a));
-        answer_send(a, NULL, last);
+        buf_append_text(&a->out, "data: ");
+        answer_write_head(a, "text_completion", &a->out);
+        buf_append_text(&a->out, ",\"choices\":[],\"usage\":");
+        answer_write_json(&a->out, openai_chat_usage(a));
+        buf_append_text(&a->out, "}\n\n");
     }
     buf_append_text(&a->out, "data: [DONE]\n\n");
 }

@@ -22,7 +22,8 @@ struct server {
     bool loopback; /* bound to an address that only this machine reaches */
     int64_t started;
     struct metrics metrics;
-    struct trace *trace; /* or null */
+    struct trace *trace;               /* or null */
+    atomic_uint_fast64_t bodies_bytes; /* of the bodies of all requests together */
 
     pthread_mutex_t lock;           /* of all that follows */
     struct connection *connections; /* a list */
@@ -37,9 +38,12 @@ struct exchange {
     struct MHD_Connection *connection;
     struct connection *record;
     const struct route *route; /* or null: there is none */
-    char method[16], url[128]; /* cut, for the log */
+    char method[16], url[320]; /* cut: no path is as long */
     struct buf body;
-    bool too_large, running; /* running: counted by the server */
+    uint64_t body_bytes;     /* counted in the server's */
+    bool too_large, crowded; /* the body is not kept: by its own size, by that of all */
+    bool body_unread;        /* replied to by its head alone */
+    bool running;            /* counted by the server */
     int fd;
     uint64_t start_ns;
     int status;
@@ -50,6 +54,8 @@ struct exchange {
 bool exchange_reply_json(struct exchange *x, int status, json_t *value);
 bool exchange_reply_text(struct exchange *x, int status, const char *type, const void *text,
                          size_t n);
+/* Takes the buffer's memory. */
+bool exchange_reply_buf(struct exchange *x, int status, const char *type, struct buf *text);
 bool exchange_reply_fault(struct exchange *x, const struct fault *fault);
 
 /* A stream of server-sent events that `read` writes. */

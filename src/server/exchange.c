@@ -1,7 +1,9 @@
 /* Replies: what a handler hands to libmicrohttpd, with the headers that every reply has. */
 #include "server/core.h"
 
-#include <stdlib.h>
+#include "text/pyjson.h"
+
+#include <stdint.h>
 #include <string.h>
 
 static const char *exchange_header(struct exchange *x, const char *name)
@@ -54,13 +56,23 @@ bool exchange_reply_text(struct exchange *x, int status, const char *type, const
 
 bool exchange_reply_json(struct exchange *x, int status, json_t *value)
 {
-    char *text = value ? json_dumps(value, JSON_COMPACT | JSON_PRESERVE_ORDER) : NULL;
+    struct buf text = {.max = SIZE_MAX / 2};
+    if (value)
+        pyjson_append_compact(&text, value);
     json_decref(value);
-    if (!text)
+    if (!text.len)
         return exchange_reply_text(x, 500, "text/plain", "", 0);
-    return exchange_queue(
-        x, status, "application/json",
-        MHD_create_response_from_buffer(strlen(text), text, MHD_RESPMEM_MUST_FREE));
+    return exchange_reply_buf(x, status, "application/json", &text);
+}
+
+bool exchange_reply_buf(struct exchange *x, int status, const char *type, struct buf *text)
+{
+    struct MHD_Response *response =
+        MHD_create_response_from_buffer(text->len, text->data, MHD_RESPMEM_MUST_FREE);
+    if (!response)
+        buf_free(text);
+    *text = (struct buf){0};
+    return exchange_queue(x, status, type, response);
 }
 
 bool exchange_reply_fault(struct exchange *x, const struct fault *fault)

@@ -13,7 +13,9 @@
 #include "server/guard.h"
 
 #include <arpa/inet.h>
+#include <errno.h>
 #include <netdb.h>
+#include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -21,12 +23,14 @@
 #include <time.h>
 
 enum {
-    HTTP_ARRIVE_S = 60,        /* to send a request's headers, and as long to stay idle */
-    HTTP_BODY_S = 120,         /* for its body */
-    HTTP_STALL_S = 120,        /* without reading anything of a reply */
     HTTP_LAST_WORDS_MS = 1000, /* for streams to end with an error when the server closes */
     HTTP_STACK = 1 << 20,      /* a connection's thread */
     HTTP_HEADERS = 1 << 15,    /* a connection's buffer: bounds its headers */
+    HTTP_BODIES = 8,           /* of the largest size may be held at once, or many small ones */
+    /* The rest of a body that was replied to without it: bytes, silence, and time in all. */
+    HTTP_REST_BYTES = 1 << 30,
+    HTTP_REST_SILENT_MS = 2000,
+    HTTP_REST_S = 60,
 };
 
 enum connection_state { CONNECTION_IDLE, CONNECTION_BODY, CONNECTION_BUSY, CONNECTION_REPLY };
@@ -84,15 +88,16 @@ static void http_on_connection(void *cls, struct MHD_Connection *connection, voi
 
 void server_tick(struct server *server)
 {
-    static const uint64_t limits[] = {[CONNECTION_IDLE] = HTTP_ARRIVE_S,
-                                      [CONNECTION_BODY] = HTTP_BODY_S,
-                                      [CONNECTION_BUSY] = 0,
-                                      [CONNECTION_REPLY] = HTTP_STALL_S};
+    const struct server_options *o = &server->options;
+    const uint64_t limits_ms[] = {[CONNECTION_IDLE] = o->arrive_ms,
+                                  [CONNECTION_BODY] = o->body_ms,
+                                  [CONNECTION_BUSY] = 0,
+                                  [CONNECTION_REPLY] = o->stall_ms};
     uint64_t now = clock_now_ns();
     pthread_mutex_lock(&server->lock);
     for (struct connection *c = server->connections; c; c = c->next) {
-        uint64_t limit = limits[atomic_load(&c->state)], since = atomic_load(&c->since_ns);
-        if (limit && now > since && now - since > limit * 1000000000ull)
+        uint64_t limit = limits_ms[atomic_load(&c->state)], since = atomic_load(&c->since_ns);
+        if (limit && now > since && now - since > limit * 1000000ull)
             shutdown(c->fd, SHUT_RDWR);
     }
     pthread_mutex_unlock(&server->lock);
@@ -138,6 +143,35 @@ static bool http_fail_large(struct exchange *x)
     return exchange_reply_fault(x, &fault);
 }
 
+static bool http_fail_crowded(struct exchange *x)
+{
+    struct fault fault;
+    fault_set_status(&fault, 503, "too_many_bodies",
+                     "the requests in work hold as many bytes as they may; try again later");
+    return exchange_reply_fault(x, &fault);
+}
+
+static void http_release_body(struct exchange *x)
+{
+    atomic_fetch_sub(&x->server->bodies_bytes, x->body_bytes);
+    x->body_bytes = 0;
+    buf_free(&x->body);
+}
+
+/* Keeps a piece of the body, unless it is past a bound: then none of it is kept. */
+static void http_take_body(struct exchange *x, const char *bytes, size_t n)
+{
+    uint64_t most = HTTP_BODIES * x->server->options.max_body_bytes;
+    if (x->too_large || x->crowded)
+        return;
+    x->body_bytes += n;
+    x->crowded = atomic_fetch_add(&x->server->bodies_bytes, n) + n > most;
+    buf_append(&x->body, bytes, n);
+    x->too_large = x->body.full;
+    if (x->too_large || x->crowded)
+        http_release_body(x);
+}
+
 /* What can be said before the body is there; *replied when something was. */
 static bool http_check_head(struct exchange *x, bool *replied)
 {
@@ -161,6 +195,13 @@ static bool http_check_head(struct exchange *x, bool *replied)
         return http_fail_large(x);
     *replied = false;
     return true;
+}
+
+static bool http_has_body(struct MHD_Connection *connection)
+{
+    const char *length = MHD_lookup_connection_value(connection, MHD_HEADER_KIND, "Content-Length");
+    return (length && strtoull(length, NULL, 10)) ||
+           MHD_lookup_connection_value(connection, MHD_HEADER_KIND, "Transfer-Encoding");
 }
 
 /* Counts the request among the running ones; false, with a reply, when the server drains. */
@@ -188,24 +229,43 @@ static enum MHD_Result http_handle(void *cls, struct MHD_Connection *connection,
     if (!x) {
         bool replied;
         *context = x = http_begin(cls, connection, url, method);
-        return http_check_head(x, &replied) ? MHD_YES : MHD_NO;
+        bool ok = http_check_head(x, &replied);
+        x->body_unread = replied && http_has_body(connection);
+        return ok ? MHD_YES : MHD_NO;
     }
     if (x->status) /* replied to already; the rest of its body is not of interest */
         return MHD_YES;
     if (*upload_size) {
-        buf_append(&x->body, upload, *upload_size);
-        x->too_large |= x->body.full;
+        http_take_body(x, upload, *upload_size);
         *upload_size = 0;
         return MHD_YES;
     }
     http_enter(x->record, CONNECTION_BUSY);
     bool ok = true;
-    if (x->too_large)
-        ok = http_fail_large(x);
+    if (x->too_large || x->crowded)
+        ok = x->too_large ? http_fail_large(x) : http_fail_crowded(x);
     else if (http_admit_running(x))
         ok = x->route->handle(x);
     http_enter(x->record, CONNECTION_REPLY);
     return ok ? MHD_YES : MHD_NO;
+}
+
+/* Closing a socket that holds unread bytes resets the connection, and a client that writes all of
+ * its request before it reads, as most do, finds the reset instead of the reply. So the reply's end
+ * is sent, and the rest of the request read and dropped. */
+static void http_drop_rest(struct exchange *x)
+{
+    char dropped[1 << 15];
+    uint64_t bytes = 0, start_ns = clock_now_ns();
+    struct pollfd polled = {.fd = x->fd, .events = POLLIN};
+    shutdown(x->fd, SHUT_WR);
+    while (bytes < HTTP_REST_BYTES && clock_seconds_since(start_ns) < HTTP_REST_S &&
+           poll(&polled, 1, HTTP_REST_SILENT_MS) > 0) {
+        ssize_t n = recv(x->fd, dropped, sizeof dropped, MSG_DONTWAIT);
+        if (n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR))
+            break;
+        bytes += n > 0 ? (uint64_t)n : 0;
+    }
 }
 
 static void http_log(const struct exchange *x)
@@ -229,7 +289,6 @@ static void http_complete(void *cls, struct MHD_Connection *connection, void **c
     struct server *server = cls;
     struct exchange *x = *context;
     (void)connection;
-    (void)code;
     if (!x)
         return;
     *context = NULL;
@@ -238,8 +297,10 @@ static void http_complete(void *cls, struct MHD_Connection *connection, void **c
     http_log(x);
     if (x->answer)
         answer_leave(x->answer);
+    if (x->body_unread && code == MHD_REQUEST_TERMINATED_COMPLETED_OK)
+        http_drop_rest(x);
     http_enter(x->record, CONNECTION_IDLE);
-    buf_free(&x->body);
+    http_release_body(x);
     pthread_mutex_lock(&server->lock);
     server->running -= x->running;
     pthread_mutex_unlock(&server->lock);
@@ -256,6 +317,14 @@ static void *http_on_line(void *cls, const char *uri, struct MHD_Connection *con
     if (info && info->socket_context)
         http_enter(info->socket_context, CONNECTION_IDLE);
     return NULL;
+}
+
+/* A zero byte would end the path before its end: %00 stays as it is. */
+static size_t http_unescape(void *cls, struct MHD_Connection *connection, char *text)
+{
+    (void)cls;
+    (void)connection;
+    return strstr(text, "%00") ? strlen(text) : MHD_http_unescape(text);
 }
 
 static void http_on_log(void *cls, const char *fmt, va_list ap)
@@ -292,9 +361,10 @@ static bool http_listen(struct server *server, struct err *err)
         flags, o->port, NULL, NULL, http_handle, server, MHD_OPTION_EXTERNAL_LOGGER, http_on_log,
         NULL, MHD_OPTION_SOCK_ADDR, found->ai_addr, MHD_OPTION_NOTIFY_COMPLETED, http_complete,
         server, MHD_OPTION_NOTIFY_CONNECTION, http_on_connection, server,
-        MHD_OPTION_URI_LOG_CALLBACK, http_on_line, server, MHD_OPTION_CONNECTION_LIMIT,
-        o->max_connections, MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)HTTP_HEADERS,
-        MHD_OPTION_THREAD_STACK_SIZE, (size_t)HTTP_STACK, MHD_OPTION_END);
+        MHD_OPTION_URI_LOG_CALLBACK, http_on_line, server, MHD_OPTION_UNESCAPE_CALLBACK,
+        http_unescape, NULL, MHD_OPTION_CONNECTION_LIMIT, o->max_connections,
+        MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)HTTP_HEADERS, MHD_OPTION_THREAD_STACK_SIZE,
+        (size_t)HTTP_STACK, MHD_OPTION_END);
     freeaddrinfo(found);
     if (!server->daemon)
         return err_set(err, ERR_USAGE,
@@ -316,6 +386,10 @@ bool server_open(struct engine *engine, struct scheduler *scheduler,
     o->max_body_bytes = o->max_body_bytes ? o->max_body_bytes : 32u << 20;
     o->max_connections = o->max_connections ? o->max_connections : 256;
     o->request_timeout_s = o->request_timeout_s ? o->request_timeout_s : 3600;
+    o->arrive_ms = o->arrive_ms ? o->arrive_ms : 60000;
+    o->body_ms = o->body_ms ? o->body_ms : 120000;
+    o->stall_ms = o->stall_ms ? o->stall_ms : 120000;
+    o->comment_ms = o->comment_ms ? o->comment_ms : 10000;
     server->started = (int64_t)time(NULL);
     pthread_mutex_init(&server->lock, NULL);
     json_object_seed(0);

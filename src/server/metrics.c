@@ -6,6 +6,21 @@
 
 #include <inttypes.h>
 
+static void metrics_write_failed(const struct scheduler_stats *s, struct buf *out)
+{
+    const struct {
+        const char *reason;
+        uint64_t value;
+    } failed[] = {{"size", s->store_failed_size},
+                  {"memory", s->store_failed_memory},
+                  {"disk", s->store_failed_disk}};
+    buf_append_text(out, "# HELP calla_cache_store_failed_total Entries that could not be kept.\n"
+                         "# TYPE calla_cache_store_failed_total counter\n");
+    for (size_t i = 0; i < sizeof failed / sizeof *failed; i++)
+        buf_printf(out, "calla_cache_store_failed_total{reason=\"%s\"} %" PRIu64 "\n",
+                   failed[i].reason, failed[i].value);
+}
+
 /* Upper bounds in seconds, doubling from half a millisecond. */
 static double metrics_bound(int bucket)
 {
@@ -73,7 +88,8 @@ void metrics_write(struct metrics *metrics, const struct scheduler_stats *s, str
         {"counter", "cache_evictions_total", "Entries that gave way.", s->cache_evictions},
         {"gauge", "cache_disk_bytes", "Bytes of the disk tier.", s->disk_bytes},
         {"gauge", "cache_disk_entries", "Entries of the disk tier.", s->disk_entries},
-        {"counter", "cache_store_failed_total", "Entries that could not be kept.", s->store_failed},
+        {"counter", "cache_disk_hits_total", "Prompts that found a prefix on disk.", s->disk_hits},
+        {"counter", "cache_stored_total", "Entries that were kept.", s->stored},
         {"gauge", "faults_in_a_row", "Device and numerical faults since the last good step.",
          s->faults_in_a_row},
         {"gauge", "resident_bytes", "Memory of the process.", mem_resident_bytes()},
@@ -82,6 +98,11 @@ void metrics_write(struct metrics *metrics, const struct scheduler_stats *s, str
     };
     for (size_t i = 0; i < sizeof values / sizeof *values; i++)
         metrics_write_value(out, values[i].type, values[i].name, values[i].help, values[i].value);
+    buf_printf(out,
+               "# HELP calla_compute_seconds_total Time in forward passes.\n"
+               "# TYPE calla_compute_seconds_total counter\ncalla_compute_seconds_total %.6f\n",
+               s->compute_s);
+    metrics_write_failed(s, out);
     buf_append_text(out, "# HELP calla_replies_total HTTP replies by status.\n"
                          "# TYPE calla_replies_total counter\n");
     for (int i = 1; i <= 5; i++)

@@ -3,8 +3,8 @@
 
 #include "server/chat.h"
 #include "server/request.h"
+#include "text/pyjson.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 const struct field openai_chat_fields[] = {
@@ -146,7 +146,7 @@ static bool openai_chat_read_all(struct answer *a, struct chat *chat, struct fau
 static bool openai_chat_read(struct answer *a, struct fault *fault)
 {
     struct chat chat;
-    chat_init(&chat);
+    chat_init(&chat, a);
     answer_make_id("chatcmpl-", a->id, sizeof a->id);
     bool ok = openai_chat_read_all(a, &chat, fault);
     chat_free(&chat);
@@ -190,26 +190,39 @@ static json_t *openai_chat_message(const struct choice *c)
     return message;
 }
 
-static json_t *openai_chat_logprobs(const struct choice *c)
+static void openai_chat_write_logprobs(struct choice *c, struct buf *out)
 {
-    if (!c->answer->logprobs)
-        return json_null();
-    return json_pack("{s:o,s:n}", "content", c->logprobs ? json_incref(c->logprobs) : json_array(),
-                     "refusal");
+    const struct answer *a = c->answer;
+    buf_append_text(out, "{\"content\":");
+    logprobs_write_chat(&c->logprobs, a->top_logprobs, engine_tokenizer(a->server->engine), out);
+    buf_append_text(out, ",\"refusal\":null}");
+    logprobs_clear(&c->logprobs);
 }
 
-static json_t *openai_chat_whole(struct answer *a)
+static void openai_chat_write_choice(struct choice *c, struct buf *out)
 {
-    json_t *choices = json_array();
-    for (size_t i = 0; i < a->count; i++)
-        json_array_append_new(choices,
-                              json_pack("{s:I,s:o,s:o,s:s}", "index", (json_int_t)i, "message",
-                                        openai_chat_message(&a->choices[i]), "logprobs",
-                                        openai_chat_logprobs(&a->choices[i]), "finish_reason",
-                                        openai_chat_finish(&a->choices[i])));
-    return json_pack("{s:s,s:s,s:I,s:s,s:o,s:o}", "id", a->id, "object", "chat.completion",
-                     "created", (json_int_t)a->created, "model", a->model, "choices", choices,
-                     "usage", openai_chat_usage(a));
+    buf_printf(out, "{\"index\":%zu,\"message\":", c->index);
+    answer_write_json(out, openai_chat_message(c));
+    buf_append_text(out, ",\"logprobs\":");
+    if (c->answer->logprobs)
+        openai_chat_write_logprobs(c, out);
+    else
+        buf_append_text(out, "null");
+    buf_printf(out, ",\"finish_reason\":\"%s\"}", openai_chat_finish(c));
+}
+
+static void openai_chat_whole(struct answer *a, struct buf *out)
+{
+    answer_write_head(a, "chat.completion", out);
+    buf_append_text(out, ",\"choices\":[");
+    for (size_t i = 0; i < a->count; i++) {
+        if (i)
+            buf_append_char(out, ',');
+        openai_chat_write_choice(&a->choices[i], out);
+    }
+    buf_append_text(out, "],\"usage\":");
+    answer_write_json(out, openai_chat_usage(a));
+    buf_append_char(out, '}');
 }
 
 /* Opens a chunk up to the inside of "delta": {. */
@@ -225,12 +238,9 @@ static void openai_chat_finish_chunk(struct choice *c, const char *finish)
 {
     struct answer *a = c->answer;
     buf_append_text(&a->out, "}");
-    if (a->logprobs && c->logprobs) {
-        char *text = json_dumps(c->logprobs, JSON_COMPACT);
-        buf_printf(&a->out, ",\"logprobs\":{\"content\":%s,\"refusal\":null}", text);
-        free(text);
-        json_decref(c->logprobs);
-        c->logprobs = NULL;
+    if (c->logprobs.tokens) {
+        buf_append_text(&a->out, ",\"logprobs\":");
+        openai_chat_write_logprobs(c, &a->out);
     }
     if (finish)
         buf_printf(&a->out, ",\"finish_reason\":\"%s\"}]", finish);
@@ -241,9 +251,8 @@ static void openai_chat_finish_chunk(struct choice *c, const char *finish)
 
 static void openai_chat_open(struct answer *a)
 {
-    buf_printf(&a->prefix, "data: {\"id\":\"%s\",\"object\":\"chat.completion.chunk\",", a->id);
-    buf_printf(&a->prefix, "\"created\":%lld,\"model\":", (long long)a->created);
-    answer_append_quoted(&a->prefix, a->model, strlen(a->model));
+    buf_append_text(&a->prefix, "data: ");
+    answer_write_head(a, "chat.completion.chunk", &a->prefix);
     buf_append_char(&a->prefix, ',');
     for (size_t i = 0; i < a->count; i++) {
         openai_chat_begin(&a->choices[i]);
@@ -295,12 +304,10 @@ static void openai_chat_end(struct choice *c)
 static void openai_chat_close(struct answer *a)
 {
     if (a->include_usage) {
-        json_t *usage = openai_chat_usage(a);
-        char *text = json_dumps(usage, JSON_COMPACT | JSON_PRESERVE_ORDER);
         buf_append(&a->out, a->prefix.data, a->prefix.len);
-        buf_printf(&a->out, "\"choices\":[],\"usage\":%s}\n\n", text);
-        free(text);
-        json_decref(usage);
+        buf_append_text(&a->out, "\"choices\":[],\"usage\":");
+        answer_write_json(&a->out, openai_chat_usage(a));
+        buf_append_text(&a->out, "}\n\n");
     }
     buf_append_text(&a->out, "data: [DONE]\n\n");
 }

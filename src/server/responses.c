@@ -4,12 +4,10 @@
  * its index is json_array_size(a->items). */
 #include "server/responses.h"
 
-#include "base/mem.h"
 #include "server/chat.h"
 #include "server/request.h"
 
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 enum { RESPONSES_REASONING = 1, RESPONSES_MESSAGE, RESPONSES_CALL };
@@ -18,7 +16,7 @@ static bool responses_read(struct answer *a, struct fault *fault)
 {
     static const char *const limits[] = {"max_output_tokens", NULL};
     struct chat chat;
-    chat_init(&chat);
+    chat_init(&chat, a);
     answer_make_id("resp_", a->id, sizeof a->id);
     a->items = json_array();
     bool ok = fields_check(a->body, responses_fields, NULL, fault) && request_read_head(a, fault) &&
@@ -123,10 +121,12 @@ static json_t *responses_call_item(const struct answer *a, const struct answer_c
 {
     char id[64];
     responses_item_id(a, id, sizeof id);
-    return json_pack("{s:s,s:s,s:s,s:o,s:s,s:o}", "id", id, "type", "function_call", "status",
-                     done ? "completed" : "in_progress", "name", answer_buf_text(&call->name),
-                     "call_id", call->id, "arguments",
-                     done ? answer_buf_text(&call->arguments) : json_string(""));
+    json_t *item = json_pack("{s:s,s:s,s:s,s:o,s:s,s:o}", "id", id, "type", "function_call",
+                             "status", done ? "completed" : "in_progress", "name",
+                             answer_buf_text(&call->name), "call_id", call->id, "arguments",
+                             done ? answer_buf_text(&call->arguments) : json_string(""));
+    responses_split_name(json_object_get(a->body, "tools"), item);
+    return item;
 }
 
 /* {"item_id", "output_index", "content_index"} and what follows them in `more`. */
@@ -173,12 +173,12 @@ static void responses_close_item(struct choice *c)
         item = responses_message_item(a, prefix, true);
     } else {
         const struct answer_call *call = &c->calls[c->call_count - 1];
+        item = responses_call_item(a, call, true);
         responses_send(
             a, "response.function_call_arguments.done",
             responses_at(a, false,
-                         json_pack("{s:o,s:o}", "arguments", answer_buf_text(&call->arguments),
-                                   "name", answer_buf_text(&call->name))));
-        item = responses_call_item(a, call, true);
+                         json_pack("{s:O,s:O}", "arguments", json_object_get(item, "arguments"),
+                                   "name", json_object_get(item, "name"))));
     }
     responses_send_item(a, "response.output_item.done", item);
     json_array_append_new(a->items, item);
@@ -281,7 +281,7 @@ static void responses_fail(struct answer *a, const struct fault *fault)
                    json_pack("{s:o}", "response", responses_object(a, "failed", error)));
 }
 
-static json_t *responses_whole(struct answer *a)
+static void responses_whole(struct answer *a, struct buf *out)
 {
     const struct choice *c = &a->choices[0];
     a->block_kind = RESPONSES_REASONING;
@@ -293,7 +293,7 @@ static json_t *responses_whole(struct answer *a)
     a->block_kind = RESPONSES_CALL;
     for (size_t i = 0; i < c->call_count; i++)
         json_array_append_new(a->items, responses_call_item(a, &c->calls[i], true));
-    return responses_object(a, responses_status(a), json_null());
+    answer_write_json(out, responses_object(a, responses_status(a), json_null()));
 }
 
 bool responses_handle(struct exchange *x)

@@ -13,6 +13,10 @@ bool responses_handle(struct exchange *x);
 struct chat;
 bool responses_read_chat(struct answer *answer, struct chat *chat, struct fault *fault);
 
+/* A function of a namespace has one name for the model, NAMESPACE__NAME. A call of one among the
+ * request's `tools` gets its parts back in `name` and `namespace`. */
+void responses_split_name(const json_t *tools, json_t *item);
+
 /* Thoughts travel with a client that keeps nothing but `encrypted_content`: the text in
  * hexadecimal behind a mark. It is not encrypted, for it is no secret from its user. */
 json_t *responses_wrap_thought(const struct buf *text);

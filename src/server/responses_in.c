@@ -124,6 +124,34 @@ static bool responses_add_message(struct chat *chat, const json_t *item, const c
     return true;
 }
 
+/* The name by which the model knows a function of a namespace. */
+static json_t *responses_join_name(const char *space, const char *name)
+{
+    size_t n = strlen(space);
+    bool joined = n >= 2 && !strcmp(space + n - 2, "__");
+    return json_sprintf("%s%s%s", space, joined ? "" : "__", name);
+}
+
+void responses_split_name(const json_t *tools, json_t *item)
+{
+    const char *called = json_string_value(json_object_get(item, "name"));
+    for (size_t i = 0; called && i < json_array_size(tools); i++) {
+        const json_t *tool = json_array_get(tools, i), *inner = json_object_get(tool, "tools");
+        const char *space = json_string_value(json_object_get(tool, "name"));
+        for (size_t k = 0; space && k < json_array_size(inner); k++) {
+            json_t *name = json_object_get(json_array_get(inner, k), "name");
+            json_t *joined = responses_join_name(space, json_string_value(name));
+            bool same = !strcmp(called, json_string_value(joined));
+            json_decref(joined);
+            if (same) {
+                json_object_set(item, "name", name);
+                json_object_set_new(item, "namespace", json_string(space));
+                return;
+            }
+        }
+    }
+}
+
 static bool responses_add_call(struct chat *chat, const json_t *item, const char *where,
                                struct fault *fault)
 {
@@ -132,11 +160,14 @@ static bool responses_add_call(struct chat *chat, const json_t *item, const char
         return fault_set(fault, where, "%s needs a name and arguments as text", where);
     json_t *answer = responses_open_answer(chat, "call"),
            *calls = json_object_get(answer, "tool_calls");
+    const char *space = json_string_value(json_object_get(item, "namespace"));
     if (!calls)
         json_object_set_new(answer, "tool_calls", calls = json_array());
-    json_array_append_new(calls,
-                          json_pack("{s:s,s:{s:O,s:o}}", "type", "function", "function", "name",
-                                    name, "arguments", text ? json_incref(text) : json_string("")));
+    json_array_append_new(
+        calls,
+        json_pack("{s:s,s:{s:o,s:o}}", "type", "function", "function", "name",
+                  space ? responses_join_name(space, json_string_value(name)) : json_incref(name),
+                  "arguments", text ? json_incref(text) : json_string("")));
     return true;
 }
 
@@ -201,6 +232,47 @@ static bool responses_read_input(struct answer *a, struct chat *chat, struct fau
 
 /* Functions become tools. Searches that OpenAI would run are left out: Codex lists them by default,
  * and a model that is not told of a tool does not call it. */
+static void responses_add_tool(struct chat *chat, const json_t *tool, const char *space)
+{
+    static const char *const kept[] = {"name", "description", "parameters", "strict"};
+    json_t *function = json_object();
+    for (size_t k = 0; k < sizeof kept / sizeof *kept; k++)
+        if (fields_get(tool, kept[k]))
+            json_object_set(function, kept[k], json_object_get(tool, kept[k]));
+    const char *name = json_string_value(json_object_get(function, "name"));
+    if (space && name)
+        json_object_set_new(function, "name", responses_join_name(space, name));
+    json_array_append_new(chat->tools,
+                          json_pack("{s:s,s:o}", "type", "function", "function", function));
+}
+
+static bool responses_read_tool(struct chat *chat, const json_t *tool, size_t index,
+                                struct fault *fault)
+{
+    const char *type = json_string_value(json_object_get(tool, "type"));
+    const char *space = json_string_value(json_object_get(tool, "name"));
+    const json_t *inner = json_object_get(tool, "tools");
+    if (type && !strcmp(type, "function"))
+        responses_add_tool(chat, tool, NULL);
+    if (type && (!strcmp(type, "function") || !strncmp(type, "web_search", 10)))
+        return true;
+    if (!type || strcmp(type, "namespace") != 0)
+        return fault_set(fault, "tools", "tools[%zu]: tools of type '%.60s' are not supported",
+                         index, type ? type : "none");
+    if (!space || !json_is_array(inner))
+        return fault_set(fault, "tools", "tools[%zu]: a namespace needs a name and tools", index);
+    for (size_t i = 0; i < json_array_size(inner); i++) {
+        const json_t *one = json_array_get(inner, i);
+        const char *kind = json_string_value(json_object_get(one, "type"));
+        if (!kind || strcmp(kind, "function") != 0)
+            return fault_set(fault, "tools",
+                             "tools[%zu].tools[%zu]: tools of type '%.60s' are not supported",
+                             index, i, kind ? kind : "none");
+        responses_add_tool(chat, one, space);
+    }
+    return true;
+}
+
 static bool responses_read_tools(struct answer *a, struct chat *chat, struct fault *fault)
 {
     json_t *tools;
@@ -209,22 +281,9 @@ static bool responses_read_tools(struct answer *a, struct chat *chat, struct fau
     if (!tools)
         return true;
     chat->tools = json_array();
-    for (size_t i = 0; i < json_array_size(tools); i++) {
-        json_t *tool = json_array_get(tools, i), *function;
-        const char *type = json_string_value(json_object_get(tool, "type"));
-        if (type && !strncmp(type, "web_search", 10))
-            continue;
-        if (!type || strcmp(type, "function") != 0)
-            return fault_set(fault, "tools", "tools[%zu]: tools of type '%.60s' are not supported",
-                             i, type ? type : "none");
-        function = json_object();
-        static const char *const kept[] = {"name", "description", "parameters", "strict"};
-        for (size_t k = 0; k < sizeof kept / sizeof *kept; k++)
-            if (fields_get(tool, kept[k]))
-                json_object_set(function, kept[k], json_object_get(tool, kept[k]));
-        json_array_append_new(chat->tools,
-                              json_pack("{s:s,s:o}", "type", "function", "function", function));
-    }
+    for (size_t i = 0; i < json_array_size(tools); i++)
+        if (!responses_read_tool(chat, json_array_get(tools, i), i, fault))
+            return false;
     return chat_check_tools(chat->tools, fault);
 }
 

@@ -16,13 +16,15 @@ struct server_options {
     const char *cors;           /* allowed origin or "*"; null: none */
     const char *model_name;     /* what /v1/models lists; null: "calla" */
     const char *trace;          /* file to append traces to; null: none */
-    uint32_t parallel;          /* for /props */
-    uint32_t queue;             /* for /props */
+    uint32_t parallel, queue;   /* the engine's and the scheduler's: bound n, and for /props */
     uint64_t max_body_bytes;    /* 0: 32 MiB */
     uint32_t max_connections;   /* 0: 256 */
     uint32_t request_timeout_s; /* from its arrival to its last byte; 0: 3600 */
-    const char *cache_dir;      /* for /props; null: no disk tier */
-    uint64_t cache_bytes, cache_disk_bytes;
+    uint32_t arrive_ms;         /* for a request's headers, and to stay idle; 0: 60,000 */
+    uint32_t body_ms;           /* for its body; 0: 120,000 */
+    uint32_t stall_ms;          /* without reading anything of a reply; 0: 120,000 */
+    uint32_t comment_ms;   /* from one sign of life of a silent stream to the next; 0: 10,000 */
+    const char *cache_dir; /* for /props: the scheduler's, or null */
     void (*log_line)(const char *line); /* one a request, from any thread; or null */
 };
 

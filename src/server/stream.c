@@ -4,11 +4,11 @@
 
 #include "base/clock.h"
 #include "base/mem.h"
+#include "text/pyjson.h"
 
-#include <stdlib.h>
 #include <string.h>
 
-enum { STREAM_COMMENT_S = 10, STREAM_TAIL = 4096 };
+enum { STREAM_TAIL = 4096 };
 
 static struct answer_call *stream_add_call(struct choice *c, const char *name, size_t n)
 {
@@ -103,6 +103,14 @@ void stream_open_choice(struct choice *c)
         c->parser = parser_open(&options);
 }
 
+static void stream_fail(struct answer *a, const struct fault *fault)
+{
+    if (a->failed)
+        return;
+    a->failed = true;
+    a->fault = *fault;
+}
+
 /* Logprobs are of the answer's tokens: those of thoughts, and the newlines that the format puts
  * between thought and answer, are left out. */
 static bool stream_is_shown(const struct choice *c, const struct mail *mail)
@@ -113,21 +121,25 @@ static bool stream_is_shown(const struct choice *c, const struct mail *mail)
         return true;
     if (c->thinking || mail->id == c->answer->think_end)
         return false;
-    return c->content.len || c->call_count || c->logprobs || !bytes || strspn(bytes, "\n") < n;
+    return c->content.len || c->call_count || c->logprobs.tokens || !bytes ||
+           strspn(bytes, "\n") < n;
 }
 
 static void stream_add_logprob(struct choice *c, const struct mail *mail)
 {
-    const struct tokenizer *tokenizer = engine_tokenizer(c->answer->server->engine);
-    json_t *entry = answer_describe_token(tokenizer, mail->id, mail->logprob);
-    json_t *top = json_array();
-    for (size_t i = 0; i < mail->top_count; i++)
-        json_array_append_new(
-            top, answer_describe_token(tokenizer, mail->top[i].id, mail->top[i].logprob));
-    json_object_set_new(entry, "top_logprobs", top);
-    if (!c->logprobs)
-        c->logprobs = json_array();
-    json_array_append_new(c->logprobs, entry);
+    struct answer *a = c->answer;
+    struct fault fault;
+    a->logprobs_kept += a->stream ? 0 : 1 + a->top_logprobs;
+    if (a->logprobs_kept > LOGPROBS_MAX) {
+        fault_set_status(&fault, 400, "too_many_logprobs",
+                         "the answer has more than %d log-probabilities; ask for fewer tokens, "
+                         "answers or 'top_logprobs', or for a stream",
+                         LOGPROBS_MAX);
+        stream_fail(a, &fault);
+        return;
+    }
+    logprobs_add(&c->logprobs, (struct sampler_candidate){mail->id, mail->logprob}, mail->top,
+                 mail->top_count, a->top_logprobs);
 }
 
 static void stream_take_token(struct choice *c, const struct mail *mail)
@@ -188,14 +200,6 @@ static void stream_trace_end(const struct choice *c, const struct mail *mail)
                               answer_text(mail->text, mail->len)));
 }
 
-static void stream_fail(struct answer *a, const struct fault *fault)
-{
-    if (a->failed)
-        return;
-    a->failed = true;
-    a->fault = *fault;
-}
-
 static void stream_take_end(struct choice *c, const struct mail *mail)
 {
     struct answer *a = c->answer;
@@ -208,7 +212,7 @@ static void stream_take_end(struct choice *c, const struct mail *mail)
     c->decode_s = mail->decode_s;
     stream_trace_end(c, mail);
     if (mail->error) {
-        fault_set_status(&fault, mail->error == ERR_INTERNAL ? 500 : 503, NULL, "%s", mail->text);
+        fault_set_status(&fault, 500, "internal_error", "%s", mail->text);
         stream_fail(a, &fault);
         return;
     }
@@ -242,6 +246,10 @@ static bool stream_step(struct answer *a, uint64_t deadline_ns, bool *idle)
     struct mail *mail = NULL;
     struct fault fault;
     uint64_t until = deadline_ns < a->deadline_ns ? deadline_ns : a->deadline_ns;
+    /* Only now: a stream's head and first event have been sent. */
+    if (!a->woken)
+        scheduler_wake(a->server->scheduler);
+    a->woken = true;
     *idle = false;
     switch (mailbox_take(&a->box, a->exchange->fd, until, &mail)) {
     case MAILBOX_GONE:
@@ -301,7 +309,7 @@ static bool stream_fill(struct answer *a)
         a->closed = true;
         return true;
     }
-    if (!stream_step(a, clock_now_ns() + STREAM_COMMENT_S * 1000000000ull, &idle))
+    if (!stream_step(a, a->sent_ns + a->server->options.comment_ms * 1000000ull, &idle))
         return false;
     if (idle)
         buf_append_text(&a->out, ": still working\n\n");
@@ -322,6 +330,7 @@ ssize_t stream_read(void *user, uint64_t pos, char *out, size_t max)
             return MHD_CONTENT_READER_END_WITH_ERROR;
     }
     exchange_touch(a->exchange);
+    a->sent_ns = clock_now_ns();
     size_t n = a->out.len - a->out_at < max ? a->out.len - a->out_at : max;
     memcpy(out, a->out.data + a->out_at, n);
     a->out_at += n;
@@ -330,10 +339,10 @@ ssize_t stream_read(void *user, uint64_t pos, char *out, size_t max)
 
 void answer_send(struct answer *a, const char *event, json_t *data)
 {
-    char *text = json_dumps(data, JSON_COMPACT | JSON_PRESERVE_ORDER);
     if (event)
         buf_printf(&a->out, "event: %s\n", event);
-    buf_printf(&a->out, "data: %s\n\n", text ? text : "{}");
-    free(text);
+    buf_append_text(&a->out, "data: ");
+    pyjson_append_compact(&a->out, data);
+    buf_append_text(&a->out, "\n\n");
     json_decref(data);
 }

@@ -1,7 +1,6 @@
 /* Owns nothing; none of these touches the device. */
 #include "server/tools.h"
 
-#include "base/clock.h"
 #include "server/answer.h"
 #include "server/body.h"
 #include "server/chat.h"
@@ -9,6 +8,8 @@
 #include "server/openai_chat.h"
 #include "server/page.h"
 
+#include <stdint.h>
+#include <stdio.h>
 #include <string.h>
 #include <time.h>
 
@@ -22,14 +23,6 @@ static bool tools_read_body(struct exchange *x, const struct field *table, json_
     if (!body_parse(x->body.data, x->body.len, body, fault))
         return false;
     return fields_check(*body, table, NULL, fault);
-}
-
-static json_t *tools_list_ids(const struct token_list *ids)
-{
-    json_t *list = json_array();
-    for (size_t i = 0; i < ids->len; i++)
-        json_array_append_new(list, json_integer(ids->ids[i]));
-    return list;
 }
 
 /* {"content": TEXT, "parse_special": false}: added tokens are plain text unless told otherwise. */
@@ -62,12 +55,20 @@ bool tools_handle_tokenize(struct exchange *x)
     struct token_list ids = {0};
     json_t *body = NULL;
     bool ok = tools_read_body(x, table, &body, &fault) && tools_tokenize(x, body, &ids, &fault);
-    json_t *reply =
-        ok ? json_pack("{s:o,s:I}", "tokens", tools_list_ids(&ids), "count", (json_int_t)ids.len)
-           : NULL;
-    token_list_free(&ids);
     json_decref(body);
-    return ok ? exchange_reply_json(x, 200, reply) : exchange_reply_fault(x, &fault);
+    /* As text at once: a value for each of millions of ids would take far more. */
+    struct buf text = {.max = SIZE_MAX / 2};
+    buf_printf(&text, "{\"count\":%zu,\"tokens\":[", ids.len);
+    for (size_t i = 0; i < ids.len; i++) {
+        char id[16];
+        buf_append(&text, id, (size_t)snprintf(id, sizeof id, i ? ",%d" : "%d", ids.ids[i]));
+    }
+    buf_append_text(&text, "]}");
+    token_list_free(&ids);
+    if (ok)
+        return exchange_reply_buf(x, 200, "application/json", &text);
+    buf_free(&text);
+    return exchange_reply_fault(x, &fault);
 }
 
 static bool tools_detokenize(const struct exchange *x, const json_t *body, struct buf *out,
@@ -110,7 +111,7 @@ static bool tools_read_template(struct answer *a, struct fault *fault)
     struct chat chat;
     struct template_prompt prompt;
     struct err err = {0};
-    chat_init(&chat);
+    chat_init(&chat, a);
     bool ok = fields_check(a->body, openai_chat_fields, NULL, fault) &&
               openai_chat_read_chat(a, &chat, fault) && chat_prepare(&chat, a, fault);
     if (ok && template_render(chat.messages, chat.choice == CHAT_NONE ? NULL : chat.tools,
@@ -137,10 +138,16 @@ bool tools_handle_models(struct exchange *x)
                               "object", "model", "created", (json_int_t)server->started, "owned_by",
                               "calla", "context_length", (json_int_t)engine_ctx(server->engine),
                               "max_model_len", (json_int_t)engine_ctx(server->engine));
-    /* Any name is served, so any name can be asked about. */
-    if (!strncmp(x->url, "/v1/models/", 11) && x->url[11]) {
-        json_object_set_new(model, "id", answer_text(x->url + 11, strlen(x->url + 11)));
-        return exchange_reply_json(x, 200, model);
+    if (!strncmp(x->url, "/v1/models/", 11)) {
+        struct fault fault = {0};
+        if (!strcmp(x->url + 11, server->options.model_name))
+            return exchange_reply_json(x, 200, model);
+        json_decref(model);
+        fault_set_status(&fault, 404, "model_not_found",
+                         "there is no model '%.200s' here; this server's is '%.200s', and requests "
+                         "for an answer may name it in any way",
+                         x->url + 11, server->options.model_name);
+        return exchange_reply_fault(x, &fault);
     }
     return exchange_reply_json(x, 200,
                                json_pack("{s:s,s:[o],s:b,s:s,s:s}", "object", "list", "data", model,
@@ -166,9 +173,28 @@ bool tools_handle_metrics(struct exchange *x)
     struct buf text = {0};
     scheduler_read_stats(x->server->scheduler, &stats);
     metrics_write(&x->server->metrics, &stats, &text);
+    buf_printf(&text,
+               "# HELP calla_body_bytes Bodies of the requests in work.\n"
+               "# TYPE calla_body_bytes gauge\ncalla_body_bytes %llu\n",
+               (unsigned long long)atomic_load(&x->server->bodies_bytes));
     bool ok = exchange_reply_text(x, 200, "text/plain; version=0.0.4", text.data, text.len);
     buf_free(&text);
     return ok;
+}
+
+/* What is in use and how much may be; without a disk tier, `dir` is null. */
+static json_t *tools_describe_cache(const struct server *server)
+{
+    struct scheduler_stats s;
+    scheduler_read_stats(server->scheduler, &s);
+    return json_pack("{s:I,s:I,s:I,s:I,s:I,s:I,s:o,s:I,s:I,s:I}", "bytes",
+                     (json_int_t)s.cache_bytes, "bytes_max", (json_int_t)s.cache_bytes_max,
+                     "entries", (json_int_t)s.cache_entries, "hits", (json_int_t)s.cache_hits,
+                     "misses", (json_int_t)s.cache_misses, "evictions",
+                     (json_int_t)s.cache_evictions, "dir",
+                     s.disk_bytes_max ? json_string(server->options.cache_dir) : json_null(),
+                     "disk_bytes", (json_int_t)s.disk_bytes, "disk_bytes_max",
+                     (json_int_t)s.disk_bytes_max, "disk_entries", (json_int_t)s.disk_entries);
 }
 
 bool tools_handle_props(struct exchange *x)
@@ -176,25 +202,24 @@ bool tools_handle_props(struct exchange *x)
     const struct server *server = x->server;
     const struct server_options *o = &server->options;
     struct sampler_options s = engine_sampling(server->engine);
-    json_t *sampling =
-        json_pack("{s:f,s:I,s:f,s:f,s:f,s:f,s:f}", "temperature", (double)s.temperature, "top_k",
-                  (json_int_t)s.top_k, "top_p", (double)s.top_p, "min_p", (double)s.min_p,
-                  "repetition_penalty", (double)s.repetition_penalty, "presence_penalty",
-                  (double)s.presence_penalty, "frequency_penalty", (double)s.frequency_penalty);
-    json_t *cache = json_pack("{s:I,s:o,s:I}", "bytes", (json_int_t)o->cache_bytes, "dir",
-                              o->cache_dir ? json_string(o->cache_dir) : json_null(), "disk_bytes",
-                              (json_int_t)o->cache_disk_bytes);
+    json_t *sampling = json_pack(
+        "{s:o,s:I,s:o,s:o,s:o,s:o,s:o}", "temperature", answer_float(s.temperature), "top_k",
+        (json_int_t)s.top_k, "top_p", answer_float(s.top_p), "min_p", answer_float(s.min_p),
+        "repetition_penalty", answer_float(s.repetition_penalty), "presence_penalty",
+        answer_float(s.presence_penalty), "frequency_penalty", answer_float(s.frequency_penalty));
+    json_t *cache = tools_describe_cache(server);
     json_t *limits = json_pack(
         "{s:I,s:I,s:I,s:I,s:I}", "body_bytes", (json_int_t)o->max_body_bytes, "connections",
         (json_int_t)o->max_connections, "queue", (json_int_t)o->queue, "request_seconds",
         (json_int_t)o->request_timeout_s, "choices", (json_int_t)ANSWER_MAX_CHOICES);
     return exchange_reply_json(
         x, 200,
-        json_pack("{s:s,s:s,s:I,s:I,s:I,s:I,s:o,s:o,s:o,s:b}", "model", o->model_name, "backend",
-                  engine_backend(server->engine), "context", (json_int_t)engine_ctx(server->engine),
-                  "chunk", (json_int_t)engine_chunk(server->engine), "parallel",
-                  (json_int_t)o->parallel, "vocab", (json_int_t)s.vocab, "sampling", sampling,
-                  "cache", cache, "limits", limits, "api_key", o->api_key != NULL));
+        json_pack(
+            "{s:s,s:s,s:I,s:I,s:I,s:I,s:b,s:o,s:o,s:o,s:b}", "model", o->model_name, "backend",
+            engine_backend(server->engine), "context", (json_int_t)engine_ctx(server->engine),
+            "chunk", (json_int_t)engine_chunk(server->engine), "parallel", (json_int_t)o->parallel,
+            "vocab", (json_int_t)s.vocab, "thinking", engine_thinks(server->engine), "sampling",
+            sampling, "cache", cache, "limits", limits, "api_key", o->api_key != NULL));
 }
 
 bool tools_handle_page(struct exchange *x)

@@ -4,11 +4,13 @@
 #include "base/mem.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 struct trace {
     FILE *file;
@@ -17,9 +19,15 @@ struct trace {
 
 bool trace_open(const char *path, struct trace **out, struct err *err)
 {
-    FILE *file = fopen(path, "ae");
-    if (!file)
-        return err_set(err, ERR_USAGE, "cannot write the trace to %s: %s", path, strerror(errno));
+    /* What users wrote is for the owner's eyes. */
+    int fd = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
+    FILE *file = fd >= 0 ? fdopen(fd, "a") : NULL;
+    if (!file) {
+        err_set(err, ERR_USAGE, "cannot write the trace to %s: %s", path, strerror(errno));
+        if (fd >= 0)
+            close(fd);
+        return false;
+    }
     struct trace *trace = mem_new(1, sizeof *trace);
     trace->file = file;
     pthread_mutex_init(&trace->lock, NULL);
