@@ -8,11 +8,9 @@
 #include "cmd/machine.h"
 #include "cmd/measure.h"
 
-#include "base/file.h"
 #include "base/mem.h"
 
 #include <errno.h>
-#include <getopt.h>
 #include <jansson.h>
 #include <limits.h>
 #include <stdio.h>
@@ -40,6 +38,9 @@ static const char bench_help[] =
     "      --backends LIST  instead of --backend: several, in turn\n"
     "      --thread-counts LIST  instead of --threads: several, in turn\n"
     "      --runs N         every line so often, up and down the list; medians are printed\n"
+    "      --ablate LIST    every line again without each of these techniques (CUDA only): "
+    "graphs,\n"
+    "                       overlap, routing, grouped, batch, packing, split, flash, chunks\n"
     "      --peak           measure the memory's bandwidth too, and the share of it that reading\n"
     "                       the weights for each token comes to\n"
     "      --csv            print CSV, a line a run\n"
@@ -54,18 +55,22 @@ static const char bench_help[] =
     "exit codes: 0 done, 2 wrong usage, 3 unreadable model, 4 not enough memory or context, 5\n"
     "internal error\n";
 
-enum { BENCH_LIST = 32, BENCH_RUNS_MAX = 99, BENCH_DECODE_MAX = 65536, BENCH_MAX_JSON = 16 << 20 };
+enum { BENCH_LIST = 32, BENCH_RUNS_MAX = 99, BENCH_DECODE_MAX = 65536 };
 
 struct bench_list {
     uint32_t n, value[BENCH_LIST];
 };
 
+struct bench_names {
+    char *text; /* the option's; names are cut at its commas */
+    uint32_t n;
+    const char *name[BENCH_LIST];
+};
+
 struct bench_options {
     struct engine_options engine;
     struct bench_list contexts, prefill, batch, threads;
-    char *backends; /* the option's text; names are cut at its commas */
-    uint32_t backend_count;
-    const char *backend[BENCH_LIST];
+    struct bench_names backends, ablate;
     uint32_t decode, runs;
     bool peak, csv, json;
     const char *arm; /* "run" or "peak": this process is one */
@@ -95,9 +100,10 @@ static json_t *bench_describe(const struct measure_options *o, const struct meas
     for (size_t i = 0; i < m->ids.len; i++)
         json_array_append_new(ids, json_integer(m->ids.ids[i]));
     return json_pack(
-        "{s:s, s:i, s:i, s:i, s:f, s:f, s:f, s:f, s:f, s:s, s:I, s:I, s:i, s:o, s:o}", "backend",
-        m->backend, "context", (int)o->context, "batch", (int)o->batch, "decode", (int)o->decode,
-        "load_s", m->load_s, "prefill_s", m->prefill_s, "prefill_tok_s",
+        "{s:s, s:s, s:i, s:i, s:i, s:f, s:f, s:f, s:f, s:f, s:s, s:I, s:I, s:i, s:o, s:o}",
+        "backend", m->backend, "without", o->engine.without ? o->engine.without : "", "context",
+        (int)o->context, "batch", (int)o->batch, "decode", (int)o->decode, "load_s", m->load_s,
+        "prefill_s", m->prefill_s, "prefill_tok_s",
         bench_rate((double)o->context * o->batch, m->prefill_s), "decode_s", m->decode_s,
         "decode_tok_s", bench_rate((double)o->decode * o->batch, m->decode_s), "digest", digest,
         "token_bytes", (json_int_t)m->token_bytes, "resident_bytes", (json_int_t)m->resident,
@@ -130,6 +136,7 @@ static int bench_run_arm(const struct bench_options *o)
 
 struct bench_arm {
     const char *backend; /* or null: the best one */
+    const char *without; /* a technique, or null: nothing is left out */
     uint32_t threads;    /* 0: one a processor */
     uint32_t context, decode, batch;
     double peak;  /* of this backend and thread count; 0: not measured */
@@ -171,7 +178,7 @@ static json_t *bench_start(int argc, char **argv, const char *kind, const struct
     const uint32_t values[4] = {arm->context, arm->decode, arm->batch, arm->threads};
     for (int i = 0; i < 4; i++)
         snprintf(number[i], sizeof number[i], "%u", values[i]);
-    const char **args = mem_new((size_t)argc + 16, sizeof *args);
+    const char **args = mem_new((size_t)argc + 18, sizeof *args);
     int n = 0;
     args[n++] = path;
     for (int i = 0; i < argc; i++)
@@ -188,6 +195,10 @@ static json_t *bench_start(int argc, char **argv, const char *kind, const struct
         args[n++] = "--backend";
         args[n++] = arm->backend;
     }
+    if (arm->without) {
+        args[n++] = "--without";
+        args[n++] = arm->without;
+    }
     *code = err_exit_code(ERR_INTERNAL);
     json_t *result = NULL;
     if (!cmd_binary_path(path, sizeof path) || pipe(ends) != 0) {
@@ -202,8 +213,11 @@ static json_t *bench_start(int argc, char **argv, const char *kind, const struct
         close(ends[0]);
         close(ends[1]);
         execv(path, (char **)args);
-        _exit(127);
+        fprintf(stderr, "calla bench: cannot start %s: %s\n", path, strerror(errno));
+        _exit(err_exit_code(ERR_INTERNAL));
     }
+    if (child < 0)
+        fprintf(stderr, "calla bench: cannot start a process: %s\n", strerror(errno));
     close(ends[1]);
     if (child > 0)
         result = bench_read_child(child, ends[0], code);
@@ -260,8 +274,10 @@ static void bench_print_line(const struct bench_arm *arm, const struct machine *
 {
     const json_t *first = json_array_get(arm->runs, 0);
     const char *backend = json_string_value(json_object_get(first, "backend"));
-    char threads[16] = "-", decode[16] = "-", share[16] = "-", peak[16] = "-";
+    char threads[16] = "-", decode[16] = "-", share[16] = "-", peak[16] = "-", name[48];
     double rate = bench_median(arm, "decode_tok_s");
+    snprintf(name, sizeof name, "%s%s%s", backend, arm->without ? " -" : "",
+             arm->without ? arm->without : "");
     if (bench_threads(arm, machine))
         snprintf(threads, sizeof threads, "%d", bench_threads(arm, machine));
     if (arm->decode)
@@ -270,7 +286,7 @@ static void bench_print_line(const struct bench_arm *arm, const struct machine *
         snprintf(peak, sizeof peak, "%.1f", arm->peak * 1e-9);
     if (bench_share(arm, rate) > 0)
         snprintf(share, sizeof share, "%.0f %%", 100 * bench_share(arm, rate));
-    printf("| %-10s | %7s | %7u | %5u | %13.2f | %12s | %9s | %6s | %s |\n", backend, threads,
+    printf("| %-10s | %7s | %7u | %5u | %13.2f | %12s | %9s | %6s | %s |\n", name, threads,
            arm->context, arm->batch, bench_median(arm, "prefill_tok_s"), decode, peak, share,
            arm->decode ? json_string_value(json_object_get(first, "digest")) : "-");
     fflush(stdout);
@@ -291,11 +307,12 @@ static void bench_print_csv(const struct bench_arm *arm, const struct machine *m
 {
     const json_t *r = json_array_get(arm->runs, run);
     double rate = bench_figure(r, "decode_tok_s");
-    printf("%s,%d,%u,%u,%zu,%.6f,%.3f,%.6f,%.3f,%.3f,%.4f,%s\n",
+    printf("%s,%d,%u,%u,%zu,%.6f,%.3f,%.6f,%.3f,%.3f,%.4f,%s,%s\n",
            json_string_value(json_object_get(r, "backend")), bench_threads(arm, machine),
            arm->context, arm->batch, run, bench_figure(r, "prefill_s"),
            bench_figure(r, "prefill_tok_s"), bench_figure(r, "decode_s"), rate, arm->peak * 1e-9,
-           bench_share(arm, rate), json_string_value(json_object_get(r, "digest")));
+           bench_share(arm, rate), json_string_value(json_object_get(r, "digest")),
+           json_string_value(json_object_get(r, "without")));
     fflush(stdout);
 }
 
@@ -320,27 +337,22 @@ static json_t *bench_describe_all(const struct bench_options *o, const struct ma
 
 /* ---- all arms ----------------------------------------------------------------------------- */
 
-static uint32_t bench_plan(const struct bench_options *o, struct bench_arm *arms)
+/* Arm i: techniques change first, then contexts, batches, threads, backends. */
+static struct bench_arm bench_arm_at(const struct bench_options *o, uint32_t i)
 {
-    uint32_t n = 0;
-    for (uint32_t b = 0; b < o->backend_count; b++)
-        for (uint32_t t = 0; t < o->threads.n; t++)
-            for (uint32_t s = 0; s < o->batch.n; s++)
-                for (uint32_t c = 0; c < o->contexts.n + o->prefill.n; c++, n++) {
-                    bool decode = c < o->contexts.n;
-                    if (!arms)
-                        continue;
-                    arms[n] = (struct bench_arm){
-                        .backend = o->backend[b],
-                        .threads = o->threads.value[t],
-                        .batch = o->batch.value[s],
-                        .context =
-                            decode ? o->contexts.value[c] : o->prefill.value[c - o->contexts.n],
-                        .decode = decode ? o->decode : 0,
-                        .runs = json_array(),
-                    };
-                }
-    return n;
+    uint32_t techniques = 1 + o->ablate.n, contexts = o->contexts.n + o->prefill.n;
+    uint32_t without = i % techniques, c = i / techniques % contexts;
+    i /= techniques * contexts;
+    bool decode = c < o->contexts.n;
+    return (struct bench_arm){
+        .backend = o->backends.name[i / o->batch.n / o->threads.n],
+        .without = without ? o->ablate.name[without - 1] : NULL,
+        .threads = o->threads.value[i / o->batch.n % o->threads.n],
+        .batch = o->batch.value[i % o->batch.n],
+        .context = decode ? o->contexts.value[c] : o->prefill.value[c - o->contexts.n],
+        .decode = decode ? o->decode : 0,
+        .runs = json_array(),
+    };
 }
 
 /* Arms of one backend and thread count share a measurement of the memory. */
@@ -361,13 +373,15 @@ static int bench_run_all(const struct bench_options *o, int argc, char **argv)
 {
     struct machine machine;
     machine_read(&machine);
-    uint32_t n = bench_plan(o, NULL);
+    uint32_t n = o->backends.n * o->threads.n * o->batch.n * (o->contexts.n + o->prefill.n) *
+                 (1 + o->ablate.n);
     struct bench_arm *arms = mem_new(n, sizeof *arms);
-    bench_plan(o, arms);
+    for (uint32_t i = 0; i < n; i++)
+        arms[i] = bench_arm_at(o, i);
     int code = 0;
     if (o->csv)
         printf("backend,threads,context,batch,run,prefill_s,prefill_tok_s,decode_s,decode_tok_s,"
-               "peak_gb_s,share,digest\n");
+               "peak_gb_s,share,digest,without\n");
     else if (!o->json)
         bench_print_head(&machine, o);
     for (uint32_t i = 0; o->peak && code == 0 && i < n; i++)
@@ -403,6 +417,8 @@ enum {
     BENCH_DECODE,
     BENCH_BATCH,
     BENCH_BACKENDS,
+    BENCH_ABLATE,
+    BENCH_WITHOUT,
     BENCH_THREADS,
     BENCH_RUNS,
     BENCH_PEAK,
@@ -431,15 +447,16 @@ static bool bench_parse_list(const char *option, const char *text, uint64_t hi,
     }
 }
 
-static bool bench_parse_backends(struct bench_options *o, const char *text, struct err *err)
+static bool bench_parse_names(const char *option, const char *text, struct bench_names *names,
+                              struct err *err)
 {
-    free(o->backends);
-    o->backends = mem_copy_text(text, strlen(text));
-    o->backend_count = 0;
-    for (char *p = o->backends; p;) {
-        if (o->backend_count == BENCH_LIST)
-            return err_set(err, ERR_USAGE, "--backends has more than %d names", BENCH_LIST);
-        o->backend[o->backend_count++] = p;
+    free(names->text);
+    names->text = mem_copy_text(text, strlen(text));
+    names->n = 0;
+    for (char *p = names->text; p;) {
+        if (names->n == BENCH_LIST)
+            return err_set(err, ERR_USAGE, "%s has more than %d names", option, BENCH_LIST);
+        names->name[names->n++] = p;
         p = strchr(p, ',');
         if (p)
             *p++ = 0;
@@ -449,7 +466,6 @@ static bool bench_parse_backends(struct bench_options *o, const char *text, stru
 
 static bool bench_option(int c, struct bench_options *o, struct err *err)
 {
-    uint64_t n = 0;
     bool taken = true;
     switch (c) {
     case BENCH_CONTEXTS:
@@ -461,17 +477,16 @@ static bool bench_option(int c, struct bench_options *o, struct err *err)
     case BENCH_THREADS:
         return bench_parse_list("--thread-counts", optarg, 1024, &o->threads, err);
     case BENCH_BACKENDS:
-        return bench_parse_backends(o, optarg, err);
+        return bench_parse_names("--backends", optarg, &o->backends, err);
+    case BENCH_ABLATE:
+        return bench_parse_names("--ablate", optarg, &o->ablate, err);
+    case BENCH_WITHOUT:
+        o->engine.without = optarg;
+        return true;
     case BENCH_DECODE:
-        if (!cmd_parse_uint("--decode", optarg, 0, BENCH_DECODE_MAX, &n, err))
-            return false;
-        o->decode = (uint32_t)n;
-        return true;
+        return cmd_parse_u32("--decode", optarg, 0, BENCH_DECODE_MAX, &o->decode, err);
     case BENCH_RUNS:
-        if (!cmd_parse_uint("--runs", optarg, 1, BENCH_RUNS_MAX, &n, err))
-            return false;
-        o->runs = (uint32_t)n;
-        return true;
+        return cmd_parse_u32("--runs", optarg, 1, BENCH_RUNS_MAX, &o->runs, err);
     case BENCH_PEAK:
         o->peak = true;
         return true;
@@ -497,9 +512,9 @@ static int bench_dispatch(struct bench_options *o, int argc, char **argv)
         o->contexts = (struct bench_list){3, {256, 512, 1024}};
     if (o->arm)
         return bench_run_arm(o);
-    if (o->backend_count == 0) {
-        o->backend_count = 1;
-        o->backend[0] = o->engine.backend;
+    if (o->backends.n == 0) {
+        o->backends.n = 1;
+        o->backends.name[0] = o->engine.backend;
     }
     if (o->threads.n == 0)
         o->threads = (struct bench_list){1, {(uint32_t)o->engine.threads}};
@@ -515,6 +530,8 @@ int cmd_bench(int argc, char **argv)
         {"decode", required_argument, NULL, BENCH_DECODE},
         {"batch", required_argument, NULL, BENCH_BATCH},
         {"backends", required_argument, NULL, BENCH_BACKENDS},
+        {"ablate", required_argument, NULL, BENCH_ABLATE},
+        {"without", required_argument, NULL, BENCH_WITHOUT}, /* of an arm, as is --arm */
         {"thread-counts", required_argument, NULL, BENCH_THREADS},
         {"runs", required_argument, NULL, BENCH_RUNS},
         {"peak", no_argument, NULL, BENCH_PEAK},
@@ -527,17 +544,14 @@ int cmd_bench(int argc, char **argv)
     struct bench_options o = {.batch = {1, {1}}, .decode = 64, .runs = 1};
     struct err err = {0};
     int c, code = 0;
-    opterr = 0;
-    while (code == 0 && (c = getopt_long(argc, argv, ":m:h", longs, NULL)) != -1) {
+    while (code == 0 && (c = cmd_next_option(argc, argv, ":m:h", longs)) != -1) {
         if (c == 'h') {
             fputs(bench_help, stdout);
-            free(o.backends);
-            return 0;
+            code = -1;
+            break;
         }
-        if (c == ':')
-            code = cmd_usage("bench", "%s wants a value", argv[optind - 1]);
-        else if (c == '?')
-            code = cmd_usage("bench", "there is no option '%s'", argv[optind - 1]);
+        if (c == '?')
+            code = err_exit_code(ERR_USAGE);
         else if (!bench_option(c, &o, &err))
             code = cmd_usage("bench", "%s", err.text);
     }
@@ -545,6 +559,7 @@ int cmd_bench(int argc, char **argv)
         code = cmd_usage("bench", "unexpected argument '%s'", argv[optind]);
     if (code == 0)
         code = bench_dispatch(&o, argc, argv);
-    free(o.backends);
-    return code;
+    free(o.backends.text);
+    free(o.ablate.text);
+    return code < 0 ? 0 : code;
 }

@@ -9,7 +9,6 @@
 
 #include <ctype.h>
 #include <errno.h>
-#include <getopt.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -25,7 +24,7 @@ static const char chat_help[] =
     "\n"
     "  -f, --file FILE      answer the content of FILE and end\n"
     "      --system TEXT    a system message\n"
-    "      --no-think       answer without thinking first\n"
+    "      --think, --no-think  think before answering, or not (default: the model's own)\n"
     "      --keep-thoughts  earlier thoughts stay in the conversation: turns start sooner, "
     "because\n"
     "                       nothing is read twice, but the context fills faster\n"
@@ -59,7 +58,7 @@ static const char chat_commands[] =
 struct chat {
     struct engine_options engine;
     const char *file, *system;
-    bool no_think, keep_thoughts;
+    bool think, no_think, keep_thoughts;
     uint64_t tokens, seed;
     double temp; /* NaN: the model's own */
 
@@ -230,7 +229,7 @@ static bool chat_run(struct chat *chat, struct err *err)
         return false;
     struct talk *talk = &chat->talk;
     talk_open(talk, engine);
-    talk->think = !chat->no_think;
+    talk->think = !chat->no_think && (chat->think || talk->think);
     talk->keep_thoughts = chat->keep_thoughts;
     talk->max_tokens = (uint32_t)chat->tokens;
     talk->colours = isatty(STDOUT_FILENO);
@@ -247,7 +246,7 @@ static bool chat_run(struct chat *chat, struct err *err)
     return ok;
 }
 
-enum { CHAT_SYSTEM = 256, CHAT_NO_THINK, CHAT_KEEP_THOUGHTS, CHAT_TEMP, CHAT_SEED };
+enum { CHAT_SYSTEM = 256, CHAT_THINK, CHAT_NO_THINK, CHAT_KEEP_THOUGHTS, CHAT_TEMP, CHAT_SEED };
 
 static bool chat_option(struct chat *chat, int c, const char *text, struct err *err)
 {
@@ -257,6 +256,9 @@ static bool chat_option(struct chat *chat, int c, const char *text, struct err *
         return true;
     case CHAT_SYSTEM:
         chat->system = text;
+        return true;
+    case CHAT_THINK:
+        chat->think = true;
         return true;
     case CHAT_NO_THINK:
         chat->no_think = true;
@@ -280,6 +282,7 @@ int cmd_chat(int argc, char **argv)
         {"file", required_argument, NULL, 'f'},
         {"tokens", required_argument, NULL, 'n'},
         {"system", required_argument, NULL, CHAT_SYSTEM},
+        {"think", no_argument, NULL, CHAT_THINK},
         {"no-think", no_argument, NULL, CHAT_NO_THINK},
         {"keep-thoughts", no_argument, NULL, CHAT_KEEP_THOUGHTS},
         {"temp", required_argument, NULL, CHAT_TEMP},
@@ -290,21 +293,20 @@ int cmd_chat(int argc, char **argv)
     struct chat chat = {.temp = NAN, .seed = clock_now_ns() % 1000000000};
     struct err err = {0};
     int c;
-    opterr = 0;
-    while ((c = getopt_long(argc, argv, ":m:f:n:h", longs, NULL)) != -1) {
+    while ((c = cmd_next_option(argc, argv, ":m:f:n:h", longs)) != -1) {
         bool taken;
         if (c == 'h') {
             fputs(chat_help, stdout);
             return 0;
         }
-        if (c == ':')
-            return cmd_usage("chat", "%s wants a value", argv[optind - 1]);
         if (c == '?')
-            return cmd_usage("chat", "there is no option '%s'", argv[optind - 1]);
+            return err_exit_code(ERR_USAGE);
         if (!load_option(c, optarg, &chat.engine, &taken, &err) ||
             (!taken && !chat_option(&chat, c, optarg, &err)))
             return cmd_usage("chat", "%s", err.text);
     }
+    if (chat.think && chat.no_think)
+        return cmd_usage("chat", "--think and --no-think exclude each other");
     if (optind < argc)
         return cmd_usage("chat", "unexpected argument '%s'; messages come from standard input",
                          argv[optind]);

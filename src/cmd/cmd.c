@@ -33,6 +33,23 @@ int cmd_usage(const char *name, const char *fmt, ...)
     return err_exit_code(ERR_USAGE);
 }
 
+int cmd_next_option(int argc, char **argv, const char *shorts, const struct option *longs)
+{
+    opterr = 0;
+    int c = getopt_long(argc, argv, shorts, longs, NULL);
+    const char *text = c == -1 ? "" : argv[optind - 1];
+    bool is_short = c == '?' && optopt; /* for a long one optopt is 0, or the val of one that */
+    for (size_t i = 0; longs[i].name && is_short; i++) /* takes no value and was given one */
+        is_short = longs[i].val != optopt;
+    if (c == ':')
+        cmd_usage(argv[0], "%s wants a value", text);
+    else if (is_short)
+        cmd_usage(argv[0], "there is no option '-%c'", optopt);
+    else if (c == '?')
+        cmd_usage(argv[0], "there is no option '%s'", text);
+    return c == ':' ? '?' : c;
+}
+
 bool cmd_parse_uint(const char *option, const char *text, uint64_t lo, uint64_t hi, uint64_t *out,
                     struct err *err)
 {
@@ -44,6 +61,46 @@ bool cmd_parse_uint(const char *option, const char *text, uint64_t lo, uint64_t 
                        option, (unsigned long long)lo, (unsigned long long)hi, text);
     *out = v;
     return true;
+}
+
+bool cmd_parse_u32(const char *option, const char *text, uint32_t lo, uint32_t hi, uint32_t *out,
+                   struct err *err)
+{
+    uint64_t n;
+    if (!cmd_parse_uint(option, text, lo, hi, &n, err))
+        return false;
+    *out = (uint32_t)n;
+    return true;
+}
+
+bool cmd_parse_bytes(const char *option, const char *text, uint64_t lo, uint64_t *out,
+                     struct err *err)
+{
+    static const char units[] = "KMG";
+    char *end;
+    errno = 0;
+    unsigned long long n = strtoull(text, &end, 10);
+    const char *unit = *end ? strchr(units, *end) : NULL;
+    int shift = unit ? 10 * (int)(unit - units + 1) : 0;
+    if (end == text || (*end && (!unit || end[1])) || errno || strchr(text, '-') ||
+        n > UINT64_MAX >> shift || n << shift < lo)
+        return err_set(err, ERR_USAGE, "%s wants a number of bytes, also with K, M or G, not '%s'",
+                       option, text);
+    *out = n << shift;
+    return true;
+}
+
+bool cmd_parse_bits(const char *option, const char *text, uint32_t *out, struct err *err)
+{
+    return cmd_parse_u32(option, text, 2, 8, out, err) &&
+           (*out != 7 || err_set(err, ERR_USAGE, "%s must be 2, 3, 4, 5, 6 or 8", option));
+}
+
+bool cmd_parse_group(const char *option, const char *text, uint32_t *out, struct err *err)
+{
+    return cmd_parse_u32(option, text, 32, 128, out, err) &&
+           (*out == 32 || *out == 64 || *out == 128 ||
+            err_set(err, ERR_USAGE, "%s must be 32, 64 or 128", option));
 }
 
 bool cmd_parse_float(const char *option, const char *text, double lo, double hi, double *out,

@@ -7,6 +7,7 @@
 #include "base/err.h"
 #include "text/tokenizer.h"
 
+#include <getopt.h>
 #include <stdbool.h>
 #include <stdint.h>
 
@@ -36,12 +37,24 @@ int cmd_fail(const char *name, const struct err *err);
 /* Prints "calla NAME: text" and a hint at --help to stderr; returns the usage exit code. */
 int cmd_usage(const char *name, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 
-/* Options are parsed with getopt_long; these turn an option's text into a value within bounds, or
- * fail with a message that names the option. */
+/* The next option of a command, as getopt_long gives it, or -1. '?' when it does not exist or lacks
+ * its value: then the user knows (cmd_usage), and the command ends with ERR_USAGE's code. The short
+ * options begin with ':'. */
+int cmd_next_option(int argc, char **argv, const char *shorts, const struct option *longs);
+
+/* An option's text as a value within bounds, or a message that names the option. */
 bool cmd_parse_uint(const char *option, const char *text, uint64_t lo, uint64_t hi, uint64_t *out,
                     struct err *err);
+bool cmd_parse_u32(const char *option, const char *text, uint32_t lo, uint32_t hi, uint32_t *out,
+                   struct err *err);
 bool cmd_parse_float(const char *option, const char *text, double lo, double hi, double *out,
                      struct err *err);
+/* A number of bytes, also with K, M or G. */
+bool cmd_parse_bytes(const char *option, const char *text, uint64_t lo, uint64_t *out,
+                     struct err *err);
+/* Of struct weight: bits of a code, and weights that share a scale. */
+bool cmd_parse_bits(const char *option, const char *text, uint32_t *out, struct err *err);
+bool cmd_parse_group(const char *option, const char *text, uint32_t *out, struct err *err);
 
 /* Token ids separated by anything that separates them in print: spaces, commas, brackets. */
 bool cmd_parse_ids(const char *text, struct token_list *ids, struct err *err);

@@ -5,11 +5,9 @@
 #include "cmd/cmd.h"
 #include "engine/score.h"
 
-#include <getopt.h>
 #include <jansson.h>
 #include <math.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -235,8 +233,7 @@ int cmd_eval(int argc, char **argv)
     struct eval_options o = {0};
     struct err err = {0};
     int c;
-    opterr = 0;
-    while ((c = getopt_long(argc, argv, ":m:f:h", longs, NULL)) != -1) {
+    while ((c = cmd_next_option(argc, argv, ":m:f:h", longs)) != -1) {
         bool taken = true;
         switch (c) {
         case 'f':
@@ -257,10 +254,8 @@ int cmd_eval(int argc, char **argv)
         case 'h':
             fputs(eval_help, stdout);
             return 0;
-        case ':':
-            return cmd_usage("eval", "%s wants a value", argv[optind - 1]);
         case '?':
-            return cmd_usage("eval", "there is no option '%s'", argv[optind - 1]);
+            return err_exit_code(ERR_USAGE);
         default:
             if (!load_option(c, optarg, &o.engine, &taken, &err) || !taken)
                 return cmd_usage("eval", "%s", err.text);

@@ -6,7 +6,6 @@
 #include "cmd/load.h"
 #include "model/graph.h"
 
-#include <getopt.h>
 #include <jansson.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -23,7 +22,7 @@ static const char info_help[] =
     "  -m, --model MODEL   folder, or name of a pulled model (default: the demo model)\n"
     "      --ctx N         positions of context (default: the model's own)\n"
     "      --slots N       sequences at a time (default 1)\n"
-    "      --chunk N       prompt rows a step (default 512)\n"
+    "      --chunk N       prompt rows a step (default: the device's)\n"
     "      --backend NAME  the device to fit (default: the best one here)\n"
     "      --json          print one object instead\n"
     "  -h, --help          this text\n"
@@ -155,14 +154,12 @@ static void info_print_memory(const struct info *info)
         return;
     }
     printf("%-16s %10.2f GiB\n", "available", info_gib(info->available));
-    if (total <= info->available)
-        printf("It fits");
+    if (!largest)
+        printf("It does not fit: use a smaller model or a machine with more memory.\n");
+    else if (total > info->available)
+        printf("It fits with a shorter context: at most %u positions.\n", largest);
     else
-        printf("It does not fit");
-    if (largest)
-        printf("; the largest context that fits is %u positions.\n", largest);
-    else
-        printf("; no context fits, use a machine with more memory.\n");
+        printf("It fits; the largest context that fits is %u positions.\n", largest);
 }
 
 /* ---- json ---------------------------------------------------------------------------------- */
@@ -264,6 +261,7 @@ static bool info_ask_device(struct info *info, struct err *err)
     uint64_t host = mem_available_bytes();
     snprintf(info->device, sizeof info->device, "%s", head->name);
     info->limits.kv_kind = head->kv_kind;
+    info->chunk = info->chunk ? info->chunk : device_prefill_rows(device);
     info->available = host;
     if (head->memory_bytes && (!host || head->memory_bytes < host))
         info->available = head->memory_bytes;
@@ -309,27 +307,17 @@ enum { INFO_CTX = 256, INFO_SLOTS, INFO_CHUNK, INFO_BACKEND, INFO_JSON };
 
 static bool info_parse_option(struct info *info, int option, struct err *err)
 {
-    uint64_t n;
     switch (option) {
     case 'm':
         free(info->folder);
         info->folder = mem_copy_text(optarg, strlen(optarg));
         return true;
     case INFO_CTX:
-        if (!cmd_parse_uint("--ctx", optarg, 1, 1 << 30, &n, err))
-            return false;
-        info->ctx = (uint32_t)n;
-        return true;
+        return cmd_parse_u32("--ctx", optarg, 1, 1 << 30, &info->ctx, err);
     case INFO_SLOTS:
-        if (!cmd_parse_uint("--slots", optarg, 1, 4096, &n, err))
-            return false;
-        info->slots = (uint32_t)n;
-        return true;
+        return cmd_parse_u32("--slots", optarg, 1, 4096, &info->slots, err);
     case INFO_CHUNK:
-        if (!cmd_parse_uint("--chunk", optarg, 1, 65536, &n, err))
-            return false;
-        info->chunk = (uint32_t)n;
-        return true;
+        return cmd_parse_u32("--chunk", optarg, 1, 65536, &info->chunk, err);
     case INFO_BACKEND:
         info->backend = optarg;
         return true;
@@ -351,15 +339,15 @@ int cmd_info(int argc, char **argv)
         {"json", no_argument, NULL, INFO_JSON},
         {0},
     };
-    struct info info = {.slots = 1, .chunk = 512};
+    struct info info = {.slots = 1};
     struct err err;
     int option, code = -1;
-    while (code < 0 && (option = getopt_long(argc, argv, "m:h", options, NULL)) != -1) {
+    while (code < 0 && (option = cmd_next_option(argc, argv, ":m:h", options)) != -1) {
         if (option == 'h') {
             fputs(info_help, stdout);
             code = 0;
         } else if (option == '?') {
-            code = cmd_usage("info", "the options are wrong");
+            code = err_exit_code(ERR_USAGE);
         } else if (!info_parse_option(&info, option, &err)) {
             code = cmd_usage("info", "%s", err.text);
         }

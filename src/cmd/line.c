@@ -14,6 +14,7 @@
 #include <histedit.h>
 #include <langinfo.h>
 #include <locale.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -42,10 +43,15 @@ struct line {
 };
 
 static volatile sig_atomic_t line_interrupt_count, line_resized;
+static pthread_t line_thread; /* the one that waits for keys */
 
+/* The system gives a signal to any thread that lets it in, and the threads of the engine do. It is
+ * passed on, else a wait for keys that begins at this moment would not end. */
 static void line_on_signal(int number)
 {
-    if (number == SIGWINCH)
+    if (!pthread_equal(pthread_self(), line_thread))
+        pthread_kill(line_thread, number);
+    else if (number == SIGWINCH)
         line_resized = 1;
     else if (line_interrupt_count < LINE_TERMINATE)
         line_interrupt_count += number == SIGINT ? 1 : LINE_TERMINATE;
@@ -226,6 +232,7 @@ bool line_open(const char *history_path, struct line **out, struct err *err)
     el_set(line->editor, EL_HIST, history, line->history);
     el_set(line->editor, EL_GETCFN, line_read_char);
     line_bind(line->editor);
+    line_thread = pthread_self();
     struct sigaction action = {.sa_handler = line_on_signal};
     sigemptyset(&action.sa_mask);
     for (int i = 0; i < LINE_SIGNALS; i++)

@@ -27,25 +27,27 @@ bool load_option(int c, const char *text, struct engine_options *options, bool *
         options->threads = (int)n;
         return true;
     case LOAD_CTX:
-        if (!cmd_parse_uint("--ctx", text, 1, UINT32_MAX, &n, err))
-            return false;
-        options->ctx = (uint32_t)n;
-        return true;
+        return cmd_parse_u32("--ctx", text, 1, UINT32_MAX, &options->ctx, err);
     case LOAD_CHUNK:
-        if (!cmd_parse_uint("--chunk", text, 1, 16384, &n, err))
-            return false;
-        options->chunk = (uint32_t)n;
-        return true;
+        return cmd_parse_u32("--chunk", text, 1, 16384, &options->chunk, err);
     case LOAD_KV:
         if (strcmp(text, "f32") != 0 && strcmp(text, "bf16") != 0)
             return err_set(err, ERR_USAGE, "--kv wants f32 or bf16, not '%s'", text);
         options->kv = text[0] == 'f' ? ENGINE_KV_F32 : ENGINE_KV_BF16;
+        return true;
+    case LOAD_MEMORY:
+        if (!cmd_parse_uint("--memory", text, 1, UINT32_MAX, &n, err))
+            return false;
+        options->memory_bytes = n << 20;
         return true;
     case LOAD_LOCK:
         options->lock = true;
         return true;
     case LOAD_HUGE_PAGES:
         options->huge_pages = true;
+        return true;
+    case LOAD_DETERMINISTIC:
+        options->deterministic = true;
         return true;
     default:
         *taken = false;

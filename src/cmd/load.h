@@ -12,6 +12,8 @@ enum {
     LOAD_KV,
     LOAD_LOCK,
     LOAD_HUGE_PAGES,
+    LOAD_DETERMINISTIC,
+    LOAD_MEMORY,
 };
 
 /* For the array of long options; the short option is 'm'. */
@@ -21,6 +23,8 @@ enum {
         {"ctx", required_argument, NULL, LOAD_CTX},                                                \
         {"chunk", required_argument, NULL, LOAD_CHUNK}, {"kv", required_argument, NULL, LOAD_KV},  \
         {"lock", no_argument, NULL, LOAD_LOCK},                                                    \
+        {"deterministic", no_argument, NULL, LOAD_DETERMINISTIC},                                  \
+        {"memory", required_argument, NULL, LOAD_MEMORY},                                          \
     {                                                                                              \
         "huge-pages", no_argument, NULL, LOAD_HUGE_PAGES                                           \
     }
@@ -31,10 +35,14 @@ enum {
     "      --backend NAME cpu, cpu/ref, ... (default: the best one here)\n"                        \
     "      --threads N    CPU workers (default: one a core)\n"                                     \
     "      --ctx N        positions of context (default: the model's own, as far as it fits)\n"    \
-    "      --chunk N      rows of the prompt a step (default: 512)\n"                              \
+    "      --chunk N      rows of the prompt a step (default: the device's)\n"                     \
     "      --kv TYPE      f32 or bf16 keys and values (default: the backend's)\n"                  \
+    "      --memory N     use at most N MiB (default: what is free)\n"                             \
     "      --lock         keep the weights in memory (mlock)\n"                                    \
-    "      --huge-pages   copy the weights into huge pages\n"
+    "      --huge-pages   copy the weights into huge pages\n"                                      \
+    "      --deterministic  the same bits however requests are batched, cut or cached (CPU "       \
+    "only;\n"                                                                                      \
+    "                     prompts are read more slowly)\n"
 
 /* Takes the option c of getopt_long when it is one of LOAD_OPTIONS; else *taken is false. */
 bool load_option(int c, const char *text, struct engine_options *options, bool *taken,

@@ -2,7 +2,6 @@
 #ifndef CMD_MACHINE_H
 #define CMD_MACHINE_H
 
-#include "base/buf.h"
 #include "base/err.h"
 
 #include <stdbool.h>
@@ -21,8 +20,8 @@ void machine_read(struct machine *out);
 /* What built this program: version, compiler, architecture. */
 const char *machine_build(void);
 
-/* Bytes a second that `threads` threads (0: one a processor) read from memory, the best of some
- * passes over a gigabyte, in small pages or in huge ones where the system gives them. */
-bool machine_measure_memory(int threads, bool huge_pages, double *out, struct err *err);
+/* Bytes a second that `threads` threads (0: one a processor) read from memory: the best of several
+ * passes over a gigabyte, with and without reading ahead, in small pages and in huge ones. */
+bool machine_measure_memory(int threads, double *out, struct err *err);
 
 #endif

@@ -140,6 +140,18 @@ struct measure_many {
     int32_t *token;          /* [batch]: newest of each sequence */
 };
 
+/* The newest tokens of sequences from..to-1. */
+static bool measure_read_tokens(struct measure_many *many, uint32_t from, uint32_t to,
+                                struct err *err)
+{
+    if (!graph_read_choices(many->graph, many->token + from, err))
+        return false;
+    for (uint32_t s = from; s < to; s++)
+        if (many->token[s] < 0)
+            return err_set(err, ERR_INTERNAL, "sequence %u: the model's output is not a number", s);
+    return true;
+}
+
 /* Sequence s reads its own prompt, so that experts are chosen as for different users. */
 static bool measure_prefill(struct measure_many *many, uint32_t s, struct err *err)
 {
@@ -160,7 +172,7 @@ static bool measure_prefill(struct measure_many *many, uint32_t s, struct err *e
         done += rows;
     }
     free(prompt);
-    return ok && graph_read_argmax(many->graph, 0, &many->token[s], err);
+    return ok && measure_read_tokens(many, s, s + 1, err);
 }
 
 static bool measure_step(struct measure_many *many, struct err *err)
@@ -174,12 +186,7 @@ static bool measure_step(struct measure_many *many, struct err *err)
                           .tokens = many->token,
                           .segment = many->segment,
                           .logit_row = many->row};
-    if (!graph_forward(many->graph, &batch, err))
-        return false;
-    for (uint32_t s = 0; s < n; s++)
-        if (!graph_read_argmax(many->graph, s, &many->token[s], err))
-            return false;
-    return true;
+    return graph_forward(many->graph, &batch, err) && measure_read_tokens(many, 0, n, err);
 }
 
 static bool measure_many_pass(struct measure_many *many, uint32_t steps, struct measure *m,
@@ -210,10 +217,15 @@ static bool measure_many_pass(struct measure_many *many, uint32_t steps, struct 
 static bool measure_many_open(struct measure_many *many, const char *folder, struct err *err)
 {
     const struct measure_options *o = many->options;
-    struct device_options device = {.name = o->engine.backend, .threads = o->engine.threads};
+    struct device_options device = {.name = o->engine.backend,
+                                    .threads = o->engine.threads,
+                                    .deterministic = o->engine.deterministic,
+                                    .without = o->engine.without};
     struct model_options load = {.lock = o->engine.lock, .huge_pages = o->engine.huge_pages};
-    if (!device_open(&device, &many->device, err) ||
-        !(many->has_model = model_open(folder, many->device, &load, &many->model, err)))
+    if (!device_open(&device, &many->device, err))
+        return false;
+    many->chunk = many->chunk ? many->chunk : device_prefill_rows(many->device);
+    if (!(many->has_model = model_open(folder, many->device, &load, &many->model, err)))
         return false;
     struct state_limits limits = {
         .slots = o->batch,
@@ -242,7 +254,7 @@ static bool measure_batch(const struct measure_options *options, const char *fol
 {
     struct measure_many many = {
         .options = options,
-        .chunk = options->engine.chunk ? options->engine.chunk : 512,
+        .chunk = options->engine.chunk,
         .segment = mem_new(options->batch, sizeof *many.segment),
         .row = mem_new(options->batch, sizeof *many.row),
         .token = mem_new(options->batch, sizeof *many.token),
@@ -313,5 +325,5 @@ bool measure_peak(const struct engine_options *options, double *out, struct err 
     bool cpu = !strncmp(device_head(device)->name, "cpu", 3);
     bool ok = cpu || measure_copy(device, out, err);
     device_close(device);
-    return cpu ? machine_measure_memory(options->threads, options->huge_pages, out, err) : ok;
+    return cpu ? machine_measure_memory(options->threads, out, err) : ok;
 }

@@ -32,8 +32,8 @@ int32_t measure_prompt_id(uint32_t i, uint32_t vocab);
 bool measure_run(const struct measure_options *options, struct measure *out, struct err *err);
 void measure_free(struct measure *m);
 
-/* Bytes a second that the device's memory gives: read by all threads of a CPU (weights in small
- * pages, or in huge ones as the options say), read and written by the copy of another device. */
+/* Bytes a second that the device's memory gives: read by all threads of a CPU in the best of
+ * several ways, read and written by the copy of another device. */
 bool measure_peak(const struct engine_options *options, double *out, struct err *err);
 
 #endif

@@ -14,7 +14,6 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <getopt.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -338,13 +337,13 @@ int cmd_pull(int argc, char **argv)
     const char *endpoint = PULL_ENDPOINT;
     struct pull p = {.name = PULL_DEFAULT, .lock = -1, .terminal = isatty(STDERR_FILENO)};
     struct err err = {0};
-    for (int c; (c = getopt_long(argc, argv, "h", options, NULL)) != -1;) {
+    for (int c; (c = cmd_next_option(argc, argv, ":h", options)) != -1;) {
         if (c == 'h') {
             fputs(pull_help, stdout);
             return 0;
         }
-        if (c != 'e')
-            return cmd_usage("pull", "that option does not exist or lacks its value");
+        if (c == '?')
+            return err_exit_code(ERR_USAGE);
         endpoint = optarg;
     }
     if (argc - optind > 1)

@@ -5,7 +5,6 @@
 #include "cmd/load.h"
 #include "model/quantize.h"
 
-#include <getopt.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -46,16 +45,6 @@ struct quantize_request {
 
 enum { QUANTIZE_BITS = 256, QUANTIZE_GROUP, QUANTIZE_MODULE, QUANTIZE_THREADS };
 
-static bool quantize_parse_bits(const char *option, const char *text, uint32_t *bits,
-                                struct err *err)
-{
-    uint64_t n;
-    if (!cmd_parse_uint(option, text, 2, 8, &n, err))
-        return false;
-    *bits = (uint32_t)n;
-    return n != 7 || err_set(err, ERR_USAGE, "%s must be 2, 3, 4, 5, 6 or 8", option);
-}
-
 /* "lm_head=6"; cuts the argument at the sign. */
 static bool quantize_parse_rule(struct quantize_request *r, char *text, struct err *err)
 {
@@ -69,7 +58,7 @@ static bool quantize_parse_rule(struct quantize_request *r, char *text, struct e
     *sign = 0;
     rule->suffix = text;
     rule->bits = 0;
-    return !strcmp(sign + 1, "none") || quantize_parse_bits("--module", sign + 1, &rule->bits, err);
+    return !strcmp(sign + 1, "none") || cmd_parse_bits("--module", sign + 1, &rule->bits, err);
 }
 
 static bool quantize_parse_option(struct quantize_request *r, int option, struct err *err)
@@ -83,13 +72,9 @@ static bool quantize_parse_option(struct quantize_request *r, int option, struct
         r->to = optarg;
         return true;
     case QUANTIZE_BITS:
-        return quantize_parse_bits("--bits", optarg, &r->options.bits, err);
+        return cmd_parse_bits("--bits", optarg, &r->options.bits, err);
     case QUANTIZE_GROUP:
-        if (!cmd_parse_uint("--group", optarg, 32, 128, &n, err))
-            return false;
-        r->options.group = (uint32_t)n;
-        return n == 32 || n == 64 || n == 128 ||
-               err_set(err, ERR_USAGE, "--group must be 32, 64 or 128");
+        return cmd_parse_group("--group", optarg, &r->options.group, err);
     case QUANTIZE_MODULE:
         return quantize_parse_rule(r, optarg, err);
     default:
@@ -138,13 +123,13 @@ int cmd_quantize(int argc, char **argv)
     };
     struct err err;
     int option;
-    while ((option = getopt_long(argc, argv, "m:o:h", options, NULL)) != -1) {
+    while ((option = cmd_next_option(argc, argv, ":m:o:h", options)) != -1) {
         if (option == 'h') {
             fputs(quantize_help, stdout);
             return 0;
         }
         if (option == '?')
-            return cmd_usage("quantize", "the options are wrong");
+            return err_exit_code(ERR_USAGE);
         if (!quantize_parse_option(&request, option, &err))
             return cmd_usage("quantize", "%s", err.text);
     }

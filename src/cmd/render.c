@@ -4,17 +4,17 @@
 #include "base/buf.h"
 #include "text/template.h"
 
-#include <getopt.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 static const char render_help[] =
     "usage: calla render [--json | --lines] < REQUEST.json\n"
     "\n"
     "Reads a chat request as JSON (messages, tools, chat_template_kwargs, enable_thinking,\n"
     "preserve_thinking, add_vision_id, add_generation_prompt) and prints the prompt that the\n"
-    "model sees. The generation prompt is added unless add_generation_prompt is false.\n"
+    "model sees. The generation prompt is added unless add_generation_prompt is false, and begins "
+    "a\n"
+    "thought unless enable_thinking is false, whatever the default of a model is.\n"
     "\n"
     "  --json   print one JSON object instead: text; plain, the [start, length] byte ranges that\n"
     "           came from the request and in which no control token is recognised; head_len, the\n"
@@ -22,6 +22,7 @@ static const char render_help[] =
     "           begins; thinking_open, whether the prompt ends inside a think block\n"
     "  --lines  a request a line in, a JSON object a line out; {\"error\": ...} for one that "
     "fails\n"
+    "  -h, --help  this text\n"
     "\n"
     "examples:\n"
     "  echo '{\"messages\": [{\"role\": \"user\", \"content\": \"Hi\"}]}' | calla render\n"
@@ -108,8 +109,7 @@ int cmd_render(int argc, char **argv)
                                             {0}};
     bool as_json = false, lines = false;
     int c;
-    optind = 1;
-    while ((c = getopt_long(argc, argv, "h", options, NULL)) != -1) {
+    while ((c = cmd_next_option(argc, argv, ":h", options)) != -1) {
         if (c == 'h') {
             fputs(render_help, stdout);
             return 0;

@@ -3,16 +3,13 @@
 
 #include "base/clock.h"
 #include "base/file.h"
-#include "base/mem.h"
 #include "cmd/cmd.h"
 #include "text/template.h"
 
 #include <errno.h>
-#include <getopt.h>
 #include <jansson.h>
 #include <math.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -22,12 +19,12 @@ static const char run_help[] =
     "Answers one prompt: TEXT, the content of FILE, or standard input. The answer streams to\n"
     "standard output, statistics go to standard error. The prompt becomes a user message of the\n"
     "model's chat format, unless --raw. The model's thoughts come before the answer and end with\n"
-    "</think>; --no-think goes without them.\n"
+    "</think>.\n"
     "\n"
     "  -p, --prompt TEXT  the prompt\n"
     "  -f, --file FILE    read the prompt from FILE\n"
     "      --system TEXT  a system message before it\n"
-    "      --no-think     answer without thinking first\n"
+    "      --think, --no-think  think before the answer, or not (default: the model's own)\n"
     "      --raw          no chat format: continue the text as it is; control tokens such as\n"
     "                     <|im_start|> in it are recognised, and shown in the answer\n"
     "  -n, --tokens N     at most N tokens (default: until the model or the context ends)\n"
@@ -58,7 +55,7 @@ enum { RUN_MAX_STOPS = 64, RUN_MAX_PROMPT = 1 << 28, RUN_MAX_SCHEMA = 1 << 24 };
 struct run {
     struct engine_options engine;
     const char *text, *file, *system, *schema;
-    bool raw, no_think, ignore_eos, json;
+    bool raw, think, no_think, ignore_eos, json;
     uint64_t tokens;
     double temp, top_p, min_p; /* NaN: the model's own */
     int64_t top_k;             /* -1: the model's own */
@@ -107,7 +104,7 @@ static bool run_encode_chat(struct run *run, const struct tokenizer *tokenizer,
                             const struct buf *text, struct token_list *ids, struct err *err)
 {
     struct template_options options = {.add_generation_prompt = true,
-                                       .enable_thinking = !run->no_think};
+                                       .enable_thinking = run->think};
     struct template_prompt prompt = {0};
     json_t *messages = json_array();
     bool ok = (!run->system ||
@@ -278,6 +275,7 @@ static bool run_answer(struct run *run, struct engine *engine, const struct gram
 {
     struct token_list prompt = {0};
     struct engine_result result;
+    run->think = !run->no_think && (run->think || engine_thinks(engine));
     if (!run_encode(run, engine_tokenizer(engine), &prompt, err)) {
         token_list_free(&prompt);
         return false;
@@ -317,6 +315,7 @@ static bool run_answer(struct run *run, struct engine *engine, const struct gram
 
 enum {
     RUN_SYSTEM = 256,
+    RUN_THINK,
     RUN_NO_THINK,
     RUN_RAW,
     RUN_TEMP,
@@ -365,6 +364,9 @@ static bool run_option(struct run *run, int c, const char *text, struct err *err
     case RUN_SYSTEM:
         run->system = text;
         return true;
+    case RUN_THINK:
+        run->think = true;
+        return true;
     case RUN_NO_THINK:
         run->no_think = true;
         return true;
@@ -397,9 +399,11 @@ static bool run_check(const struct run *run, int rest, char **argv, struct err *
                        argv[0]);
     if (run->text && run->file)
         return err_set(err, ERR_USAGE, "-p and -f exclude each other");
-    if (run->raw && (run->system || run->no_think))
+    if (run->think && run->no_think)
+        return err_set(err, ERR_USAGE, "--think and --no-think exclude each other");
+    if (run->raw && (run->system || run->think || run->no_think))
         return err_set(err, ERR_USAGE,
-                       "--system and --no-think belong to the chat format, which "
+                       "--system, --think and --no-think belong to the chat format, which "
                        "--raw leaves out");
     return true;
 }
@@ -412,6 +416,7 @@ int cmd_run(int argc, char **argv)
         {"file", required_argument, NULL, 'f'},
         {"tokens", required_argument, NULL, 'n'},
         {"system", required_argument, NULL, RUN_SYSTEM},
+        {"think", no_argument, NULL, RUN_THINK},
         {"no-think", no_argument, NULL, RUN_NO_THINK},
         {"raw", no_argument, NULL, RUN_RAW},
         {"temp", required_argument, NULL, RUN_TEMP},
@@ -431,17 +436,14 @@ int cmd_run(int argc, char **argv)
     run.colours = isatty(STDOUT_FILENO);
     struct err err = {0};
     int c;
-    opterr = 0;
-    while ((c = getopt_long(argc, argv, ":m:p:f:n:h", longs, NULL)) != -1) {
+    while ((c = cmd_next_option(argc, argv, ":m:p:f:n:h", longs)) != -1) {
         bool taken;
         if (c == 'h') {
             fputs(run_help, stdout);
             return 0;
         }
-        if (c == ':')
-            return cmd_usage("run", "%s wants a value", argv[optind - 1]);
         if (c == '?')
-            return cmd_usage("run", "there is no option '%s'", argv[optind - 1]);
+            return err_exit_code(ERR_USAGE);
         if (!load_option(c, optarg, &run.engine, &taken, &err) ||
             (!taken && !run_option(&run, c, optarg, &err)))
             return cmd_usage("run", "%s", err.text);

@@ -1,13 +1,13 @@
 /* calla serve: the HTTP server. */
 #include "cmd/cmd.h"
 #include "cmd/load.h"
+#include "cmd/store.h"
 
 #include "base/clock.h"
 #include "server/server.h"
 
 #include <errno.h>
 #include <fcntl.h>
-#include <getopt.h>
 #include <poll.h>
 #include <signal.h>
 #include <stdio.h>
@@ -29,13 +29,15 @@ static const char serve_help[] =
     "      --parallel N   sequences at a time (default: 4)\n"
     "      --queue N      requests that may wait (default: 64)\n"
     "      --cache-ram N  bytes for the prefix cache, with K, M or G (default: a tenth of memory)\n"
-    "      --cache-dir DIR  keep the prefix cache on disk too, over restarts (default: off)\n"
-    "      --cache-disk N   bytes for it, with K, M or G (default: 16G)\n"
+    "      --cache-dir DIR  where the prefix cache is on disk too, over restarts (default:\n"
+    "                     calla/prefixes in your cache folder)\n"
+    "      --cache-disk N   bytes for that, with K, M or G (default: 16G; 0: not on disk)\n"
     "      --max-body N   bytes of a request, with K, M or G (default: 32M)\n"
     "      --timeout N    seconds that a request may take (default: 3600)\n"
     "      --name NAME    what /v1/models calls the model (default: its folder's name)\n"
     "      --trace FILE   append prompts, cache decisions, raw output and parsed events to FILE\n"
     "      --quiet        no line for each request\n"
+    "  -h, --help         this text\n"
     "\n"
     "examples:\n"
     "  calla serve -m mlx-community/Qwen3.6-35B-A3B-4bit\n"
@@ -65,7 +67,8 @@ struct serve {
     struct engine_options engine;
     struct scheduler_options scheduler;
     struct server_options server;
-    bool no_key, quiet;
+    char *cache_dir; /* the default one, or null; owned */
+    bool no_key, quiet, no_disk;
 };
 
 static int serve_pipe[2] = {-1, -1};
@@ -84,19 +87,6 @@ static void serve_log_line(const char *line)
     fprintf(stderr, "%s\n", line);
 }
 
-/* A number of bytes with K, M or G. */
-static bool serve_bytes(const char *option, const char *text, uint64_t *out, struct err *err)
-{
-    char digits[32];
-    size_t n = strlen(text);
-    const char *units = "KMG", *unit = n > 1 ? strchr(units, text[n - 1]) : NULL;
-    snprintf(digits, sizeof digits, "%.*s", (int)(unit ? n - 1 : n), text);
-    if (!cmd_parse_uint(option, digits, 1, UINT64_MAX >> 31, out, err))
-        return false;
-    *out <<= unit ? 10 * (unit - units + 1) : 0;
-    return true;
-}
-
 static bool serve_number(struct serve *serve, int c, const char *text, struct err *err)
 {
     uint64_t n;
@@ -107,20 +97,17 @@ static bool serve_number(struct serve *serve, int c, const char *text, struct er
         serve->server.port = (uint16_t)n;
         return true;
     case SERVE_PARALLEL:
-        if (!cmd_parse_uint("--parallel", text, 1, 256, &n, err))
+        if (!cmd_parse_u32("--parallel", text, 1, 256, &serve->engine.parallel, err))
             return false;
-        serve->engine.parallel = serve->server.parallel = (uint32_t)n;
+        serve->server.parallel = serve->engine.parallel;
         return true;
     case SERVE_QUEUE:
-        if (!cmd_parse_uint("--queue", text, 1, 65536, &n, err))
+        if (!cmd_parse_u32("--queue", text, 1, 65536, &serve->scheduler.queue, err))
             return false;
-        serve->scheduler.queue = serve->server.queue = (uint32_t)n;
+        serve->server.queue = serve->scheduler.queue;
         return true;
     default:
-        if (!cmd_parse_uint("--timeout", text, 1, 1000000, &n, err))
-            return false;
-        serve->server.request_timeout_s = (uint32_t)n;
-        return true;
+        return cmd_parse_u32("--timeout", text, 1, 1000000, &serve->server.request_timeout_s, err);
     }
 }
 
@@ -140,14 +127,17 @@ static bool serve_option(struct serve *serve, int c, const char *text, struct er
         serve->server.cors = text;
         return true;
     case SERVE_CACHE:
-        return serve_bytes("--cache-ram", text, &serve->scheduler.cache_bytes, err);
+        return cmd_parse_bytes("--cache-ram", text, 1, &serve->scheduler.cache_bytes, err);
     case SERVE_CACHE_DIR:
-        serve->scheduler.cache_dir = serve->server.cache_dir = text;
+        serve->scheduler.cache_dir = text;
         return true;
     case SERVE_CACHE_DISK:
-        return serve_bytes("--cache-disk", text, &serve->scheduler.cache_disk_bytes, err);
+        if (!cmd_parse_bytes("--cache-disk", text, 0, &serve->scheduler.cache_disk_bytes, err))
+            return false;
+        serve->no_disk = serve->scheduler.cache_disk_bytes == 0;
+        return true;
     case SERVE_BODY:
-        return serve_bytes("--max-body", text, &serve->server.max_body_bytes, err);
+        return cmd_parse_bytes("--max-body", text, 1, &serve->server.max_body_bytes, err);
     case SERVE_NAME:
         serve->server.model_name = text;
         return true;
@@ -167,17 +157,27 @@ static bool serve_is_local(const char *host)
     return !host || !strcmp(host, "localhost") || !strcmp(host, "::1") || !strncmp(host, "127.", 4);
 }
 
+/* The disk tier is on unless it is turned off or there is no place for it. */
+static bool serve_check_disk(struct serve *serve, struct err *err)
+{
+    struct scheduler_options *o = &serve->scheduler;
+    if (serve->no_disk && o->cache_dir)
+        return err_set(err, ERR_USAGE, "--cache-disk 0 and --cache-dir exclude each other");
+    if (!serve->no_disk && !o->cache_dir) {
+        o->cache_dir = serve->cache_dir = store_cache_folder("calla/prefixes");
+        if (!o->cache_dir)
+            fprintf(stderr, "calla serve: the prefix cache is in memory only: neither "
+                            "XDG_CACHE_HOME nor HOME is set; name a folder with --cache-dir\n");
+    }
+    serve->server.cache_dir = o->cache_dir;
+    return true;
+}
+
 static bool serve_check(struct serve *serve, int rest, char **argv, struct err *err)
 {
     const char *key = getenv("CALLA_API_KEY");
     if (rest)
         return err_set(err, ERR_USAGE, "unexpected argument '%s'", argv[0]);
-    if (serve->scheduler.cache_disk_bytes && !serve->scheduler.cache_dir)
-        return err_set(err, ERR_USAGE, "--cache-disk needs --cache-dir");
-    if (serve->scheduler.cache_dir && !serve->scheduler.cache_disk_bytes)
-        serve->scheduler.cache_disk_bytes = 16ull << 30;
-    serve->server.cache_bytes = serve->scheduler.cache_bytes;
-    serve->server.cache_disk_bytes = serve->scheduler.cache_disk_bytes;
     if (!serve->server.api_key && key && *key)
         serve->server.api_key = key;
     if (serve->server.api_key && !*serve->server.api_key)
@@ -189,7 +189,7 @@ static bool serve_check(struct serve *serve, int rest, char **argv, struct err *
                        "--host %s lets others in: give a key with --api-key KEY, or say "
                        "--no-api-key",
                        serve->server.host);
-    return true;
+    return serve_check_disk(serve, err);
 }
 
 /* Waits for a signal while the server works; then until what runs has ended, or a second signal. */
@@ -241,6 +241,9 @@ static bool serve_run(struct serve *serve, struct engine *engine, struct err *er
                 serve->engine.parallel, six ? "[" : "", host, six ? "]" : "", server_port(server));
         serve_wait(server);
         server_close(server);
+        /* What is left is to write the cache: a signal may end that, no file is ever half there. */
+        signal(SIGINT, SIG_DFL);
+        signal(SIGTERM, SIG_DFL);
     }
     scheduler_close(scheduler);
     return ok;
@@ -272,17 +275,14 @@ int cmd_serve(int argc, char **argv)
                           .server = {.port = 8080, .parallel = 4, .queue = 64}};
     struct err err = {0};
     int c;
-    opterr = 0;
-    while ((c = getopt_long(argc, argv, ":m:h", longs, NULL)) != -1) {
+    while ((c = cmd_next_option(argc, argv, ":m:h", longs)) != -1) {
         bool taken;
         if (c == 'h') {
             fputs(serve_help, stdout);
             return 0;
         }
-        if (c == ':')
-            return cmd_usage("serve", "%s wants a value", argv[optind - 1]);
         if (c == '?')
-            return cmd_usage("serve", "there is no option '%s'", argv[optind - 1]);
+            return err_exit_code(ERR_USAGE);
         if (!load_option(c, optarg, &serve.engine, &taken, &err) ||
             (!taken && !serve_option(&serve, c, optarg, &err)))
             return cmd_usage("serve", "%s", err.text);
@@ -304,5 +304,6 @@ int cmd_serve(int argc, char **argv)
         engine_close(engine);
     }
     free(folder);
+    free(serve.cache_dir);
     return ok ? 0 : cmd_fail("serve", &err);
 }

@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 bool store_is_name(const char *name)
 {
@@ -39,6 +40,15 @@ static char *store_place(const char *variable, const char *home_tail, const char
 static char *store_models(void)
 {
     return store_place("XDG_DATA_HOME", ".local/share", "calla/models");
+}
+
+char *store_cache_folder(const char *tail)
+{
+#ifdef __APPLE__
+    return store_place("XDG_CACHE_HOME", "Library/Caches", tail);
+#else
+    return store_place("XDG_CACHE_HOME", ".cache", tail);
+#endif
 }
 
 char *store_folder(const char *name)
@@ -162,6 +172,11 @@ static bool store_fail(const char *name, const char *folder, struct err *err)
     if (begun)
         return err_set(err, ERR_INPUT, "%s is not fetched whole yet; go on with: calla pull %s",
                        name, name);
+    if (access(name, F_OK) == 0)
+        return err_set(err, ERR_INPUT,
+                       "%s is not a folder; a model is a folder with config.json, tokenizer.json "
+                       "and *.safetensors (MLX or Hugging Face; GGUF files are not read)",
+                       name);
     if (store_is_name(name))
         return err_set(err, ERR_INPUT,
                        "there is neither a folder nor a pulled model '%s'; fetch it with: "

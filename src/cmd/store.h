@@ -16,6 +16,10 @@ bool store_is_name(const char *name);
  * caller frees it. */
 char *store_folder(const char *name);
 
+/* A place in the user's cache folder: $XDG_CACHE_HOME/tail, ~/.cache/tail, on macOS
+ * ~/Library/Caches/tail; null without these variables. The caller frees it. */
+char *store_cache_folder(const char *tail);
+
 /* Makes a folder and those above it. */
 bool store_make_folder(const char *path, struct err *err);
 

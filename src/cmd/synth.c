@@ -5,7 +5,6 @@
 #include "base/mem.h"
 #include "model/synth.h"
 
-#include <getopt.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -24,6 +23,7 @@ static const char synth_help[] =
     "      --bits N           2, 3, 4 (default), 5, 6 or 8; router and shared gate always have 8\n"
     "      --group N          32, 64 (default) or 128\n"
     "      --threads N        default: one a core\n"
+    "  -h, --help             this text\n"
     "\n"
     "Sizes, each over what the config says:\n"
     "      --layers N  --interval N (every N-th layer is full attention)  --hidden N  --vocab N\n"
@@ -118,34 +118,21 @@ static bool synth_parse_option(struct synth_request *r, int option, const char *
     case SYNTH_SEED:
         return cmd_parse_uint("--seed", text, 0, UINT64_MAX, &r->options.seed, err);
     case SYNTH_BITS:
-        if (!cmd_parse_uint("--bits", text, 2, 8, &n, err))
-            return false;
-        r->options.bits = (uint32_t)n;
-        return n != 7 || err_set(err, ERR_USAGE, "--bits must be 2, 3, 4, 5, 6 or 8");
+        return cmd_parse_bits("--bits", text, &r->options.bits, err);
     case SYNTH_GROUP:
-        if (!cmd_parse_uint("--group", text, 32, 128, &n, err))
-            return false;
-        r->options.group = (uint32_t)n;
-        return n == 32 || n == 64 || n == 128 ||
-               err_set(err, ERR_USAGE, "--group must be 32, 64 or 128");
+        return cmd_parse_group("--group", text, &r->options.group, err);
     case SYNTH_THREADS:
         if (!cmd_parse_uint("--threads", text, 1, 64, &n, err))
             return false;
         r->options.threads = (int)n;
         return true;
     case SYNTH_INTERVAL:
-        if (!cmd_parse_uint("--interval", text, 1, UINT32_MAX, &n, err))
-            return false;
-        r->interval = (uint32_t)n;
-        return true;
+        return cmd_parse_u32("--interval", text, 1, UINT32_MAX, &r->interval, err);
     default: {
         const struct synth_size *size = &synth_sizes[option - SYNTH_SIZES];
         char name[32];
         snprintf(name, sizeof name, "--%s", size->name);
-        if (!cmd_parse_uint(name, text, 1, size->hi, &n, err))
-            return false;
-        r->sizes[option - SYNTH_SIZES] = (uint32_t)n;
-        return true;
+        return cmd_parse_u32(name, text, 1, size->hi, &r->sizes[option - SYNTH_SIZES], err);
     }
     }
 }
@@ -195,13 +182,13 @@ int cmd_synth(int argc, char **argv)
     struct synth_request request = {.options = {.seed = 1, .bits = 4, .group = 64}};
     struct err err;
     int option;
-    while ((option = getopt_long(argc, argv, "o:h", options, NULL)) != -1) {
+    while ((option = cmd_next_option(argc, argv, ":o:h", options)) != -1) {
         if (option == 'h') {
             fputs(synth_help, stdout);
             return 0;
         }
         if (option == '?')
-            return cmd_usage("synth", "the options are wrong");
+            return err_exit_code(ERR_USAGE);
         if (!synth_parse_option(&request, option, optarg, &err))
             return cmd_usage("synth", "%s", err.text);
     }

@@ -8,7 +8,6 @@
 
 #include <errno.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -30,7 +29,7 @@ void talk_open(struct talk *talk, struct engine *engine)
     *talk = (struct talk){
         .engine = engine,
         .sampling = engine_sampling(engine),
-        .think = true,
+        .think = engine_thinks(engine),
         .messages = json_array(),
     };
 }
@@ -173,9 +172,9 @@ static bool talk_on_token(void *user, const struct engine_token *token)
     return talk_may_go_on(turn);
 }
 
-/* The prompt of the conversation as it stands. */
-static bool talk_encode(const struct talk *talk, struct token_list *ids, bool *thinking,
-                        struct err *err)
+/* The prompt of the conversation as it stands, and what of it the next turn will begin with. */
+static bool talk_encode(const struct talk *talk, struct token_list *ids, uint32_t keep_at[2],
+                        bool *thinking, struct err *err)
 {
     const struct tokenizer *tokenizer = engine_tokenizer(talk->engine);
     struct template_options options = {
@@ -189,13 +188,12 @@ static bool talk_encode(const struct talk *talk, struct token_list *ids, bool *t
     if (!template_render(talk->messages, NULL, &options, &prompt, err))
         return false;
     *thinking = prompt.thinking_open;
-    bool ok = tokenizer_encode(tokenizer, prompt.text.data, prompt.text.len, prompt.plain,
-                               prompt.plain_count, ids, err);
+    bool ok = template_tokenize(&prompt, tokenizer, ids, keep_at, err);
     template_prompt_free(&prompt);
     return ok;
 }
 
-static void talk_print_statistics(struct talk *talk, const struct engine_result *result)
+static void talk_print_statistics(const struct engine_result *result)
 {
     static const char *const ends[] = {[FINISH_STOP] = "",
                                        [FINISH_LENGTH] = ", cut at the limit",
@@ -207,10 +205,14 @@ static void talk_print_statistics(struct talk *talk, const struct engine_result 
             "%s[prompt %u tokens, %u of them known, %.2f s; answer %zu tokens, %.1f/s%s]%s\n", dim,
             result->prompt_tokens, result->cached_tokens, result->prefill_s, n, rate,
             ends[result->finish], plain);
+}
+
+static void talk_count(struct talk *talk, const struct engine_result *result)
+{
     talk->answers++;
-    talk->tokens += n;
+    talk->tokens += result->ids.len;
     talk->seconds += result->decode_s;
-    talk->context = result->prompt_tokens + (uint32_t)n;
+    talk->context = result->prompt_tokens + (uint32_t)result->ids.len;
 }
 
 /* The finished turn becomes the assistant's message. */
@@ -227,8 +229,9 @@ static void talk_keep(struct talk *talk, struct talk_turn *turn)
     json_array_append_new(talk->messages, message);
 }
 
-static bool talk_generate(struct talk *talk, const struct token_list *prompt, bool thinking,
-                          struct talk_turn *turn, struct err *err)
+static bool talk_generate(struct talk *talk, const struct token_list *prompt,
+                          const uint32_t keep_at[2], bool thinking, struct talk_turn *turn,
+                          struct err *err)
 {
     struct engine_result result;
     struct parser_options parsing = {
@@ -236,6 +239,7 @@ static bool talk_generate(struct talk *talk, const struct token_list *prompt, bo
     struct engine_request request = {
         .prompt = prompt->ids,
         .prompt_len = prompt->len,
+        .keep_at = {keep_at[0], keep_at[1]},
         .max_tokens = talk->max_tokens,
         .sampling = talk->sampling,
         .on_token = talk_on_token,
@@ -255,7 +259,8 @@ static bool talk_generate(struct talk *talk, const struct token_list *prompt, bo
     if (!ok)
         return false;
     talk_keep(talk, turn);
-    talk_print_statistics(talk, &result);
+    talk_count(talk, &result);
+    talk_print_statistics(&result);
     token_list_free(&result.ids);
     return !turn->lost ||
            err_set(err, ERR_INPUT, "cannot write standard output: %s", strerror(turn->lost));
@@ -271,8 +276,9 @@ bool talk_answer(struct talk *talk, const char *text, size_t n, struct err *err)
     struct talk_turn turn = {.talk = talk};
     bool thinking = false;
     size_t at = json_array_size(talk->messages) - 1;
-    bool ok = talk_encode(talk, &prompt, &thinking, err) &&
-              talk_generate(talk, &prompt, thinking, &turn, err);
+    uint32_t keep_at[2] = {0};
+    bool ok = talk_encode(talk, &prompt, keep_at, &thinking, err) &&
+              talk_generate(talk, &prompt, keep_at, thinking, &turn, err);
     if (!ok && json_array_size(talk->messages) == at + 1)
         json_array_remove(talk->messages, at);
     token_list_free(&prompt);

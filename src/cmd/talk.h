@@ -2,7 +2,6 @@
 #ifndef CMD_TALK_H
 #define CMD_TALK_H
 
-#include "base/buf.h"
 #include "engine/engine.h"
 
 #include <jansson.h>

@@ -2,12 +2,10 @@
 #include "cmd/cmd.h"
 
 #include "base/buf.h"
-#include "base/file.h"
 #include "cmd/load.h"
 #include "text/tokenizer.h"
 
 #include <errno.h>
-#include <getopt.h>
 #include <jansson.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -188,8 +186,7 @@ int cmd_tokenize(int argc, char **argv)
     struct tokenize_options options = {0};
     const char *named = NULL;
     int c;
-    opterr = 0;
-    while ((c = getopt_long(argc, argv, ":m:dh", longs, NULL)) != -1) {
+    while ((c = cmd_next_option(argc, argv, ":m:dh", longs)) != -1) {
         switch (c) {
         case 'm':
             named = optarg;
@@ -206,10 +203,8 @@ int cmd_tokenize(int argc, char **argv)
         case 'h':
             fputs(tokenize_help, stdout);
             return 0;
-        case ':':
-            return cmd_usage("tokenize", "%s wants a value", argv[optind - 1]);
         default:
-            return cmd_usage("tokenize", "there is no option '%s'", argv[optind - 1]);
+            return err_exit_code(ERR_USAGE);
         }
     }
     if (options.json && optind < argc)

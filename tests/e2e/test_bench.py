@@ -74,8 +74,15 @@ def test_csv():
     assert all(float(r["prefill_tok_s"]) > 0 and float(r["decode_tok_s"]) > 0 for r in rows)
 
 
+def test_a_technique_is_left_out_on_cuda_only():
+    text = bench("--ablate", "graphs", "--contexts", "4", "--decode", "1", "--backend", "cpu", code=2)
+    assert "cannot do without 'graphs'" in text.stderr
+    lines = [l for l in text.stdout.splitlines() if l.startswith("| cpu/")]
+    assert len(lines) == 1 and "-graphs" not in lines[0]
+
+
 def test_errors():
-    assert "no device 'cpu/x'" in bench("--backend", "cpu/x", "--contexts", "4", code=2).stderr
+    assert "no device 'cpu/x' here; choose" in bench("--backend", "cpu/x", "--contexts", "4", code=2).stderr
     assert "--contexts" in bench("--contexts", "4,,5", code=2).stderr
     assert "exclude" in bench("--csv", "--json", code=2).stderr
     bench("-m", "/nowhere", "--contexts", "4", code=3)

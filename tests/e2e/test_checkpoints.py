@@ -2,6 +2,7 @@
 all hole (sparse), so that they cost no disk."""
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -135,6 +136,15 @@ def test_info_full_size_mlx(tmp_path):
     assert "19508787456" in text and "1669561728" in text
 
 
+def test_memory_cap():
+    """--memory refuses before weights are read, and names a context that then opens."""
+    small = ("bench", "--prefill", "16", "--chunk", "64", "--memory", "40", "--ctx")
+    _, text = calla(*small, "8192", code=4)
+    largest = int(re.search(r"the largest context that fits is (\d+)", text)[1])
+    assert 0 < largest < 8192
+    calla(*small, str(largest))
+
+
 def test_info_full_size_hf(tmp_path):
     """The bf16 checkpoint as published: 693 text tensors of 26 shards' 1,045."""
     matrices, vectors = full_modules()
@@ -226,7 +236,8 @@ def test_an_empty_file_is_named_and_no_parser_talk(tmp_path, name):
     shutil.copytree(os.path.join(ROOT, "models", "demo"), folder)
     (folder / name).write_bytes(b"")
     _, err = calla("run", "-m", str(folder), "-p", "hi", "-n", "1", code=3)
-    assert name in err and "-1" not in err and "wrong arguments" not in err
+    said = err.replace(str(folder), "")  # the folder's own name has numbers
+    assert name in said and "-1" not in said and "wrong arguments" not in said
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors"])
@@ -247,10 +258,3 @@ def test_lost_output_is_an_error(args):
         p = subprocess.run([CALLA, *args], stdin=subprocess.DEVNULL, stdout=full,
                            stderr=subprocess.PIPE, cwd=ROOT, timeout=60)
     assert p.returncode == 3 and b"cannot write standard output: No space left" in p.stderr
-
-
-@pytest.mark.parametrize("command", ["info", "synth", "quantize"])
-def test_help(command):
-    out, _ = calla(command, "--help")
-    assert out.startswith("usage: calla " + command) and "examples:" in out
-    assert all(len(line) <= 100 for line in out.splitlines())

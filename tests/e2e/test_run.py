@@ -56,10 +56,14 @@ def test_chat_format_answers():
 
 
 def test_thinking_and_system_change_the_prompt():
+    """The demo model does not think by default: its generation_config.json says so."""
     plain = run_json("-n", "1", "-p", "Hi")
     quiet = run_json("-n", "1", "-p", "Hi", "--no-think")
+    loud = run_json("-n", "1", "-p", "Hi", "--think")
     told = run_json("-n", "1", "-p", "Hi", "--system", "Be brief.")
-    assert len(quiet["prompt_ids"]) > len(plain["prompt_ids"])
+    assert quiet["prompt_ids"] == plain["prompt_ids"]
+    assert len(quiet["prompt_ids"]) > len(loud["prompt_ids"])
+    assert calla("run", "--think", "--no-think", "-p", "Hi", ok=False).returncode == 2
     assert told["prompt_ids"][-len(plain["prompt_ids"]):] == plain["prompt_ids"]
 
 
@@ -119,7 +123,7 @@ SCHEMA = {"type": "object", "properties": {
     "required": ["city", "size", "day", "word"]}
 
 
-@pytest.mark.parametrize("options", [["--no-think"], [], ["--raw"]])
+@pytest.mark.parametrize("options", [["--no-think"], ["--think"], ["--raw"]])
 def test_json_schema_holds_after_thinking(tmp_path, options):
     """Pitfall 67: the schema binds the answer and leaves the thought alone."""
     path = tmp_path / "schema.json"
@@ -193,6 +197,22 @@ def test_what_does_not_fit_is_refused_with_sizes(tmp_path):
     largest = int(text.rsplit("--ctx", 1)[1].split()[0])
     assert 8192 < largest < 1000000000
     assert run_json("-m", str(folder), "--raw", "-p", "x", "-n", "1", "--ctx", "8192")["ids"]
+
+
+def test_default_context_is_what_fits_beside_the_weights():
+    """Where a small context runs when it is asked for, one that fits is found without asking."""
+    def fits(mib, *options):
+        return calla("run", "--memory", str(mib), "-n", "1", "-p", "x", *options, ok=False).returncode == 0
+    least = next(mib for mib in range(20, 400, 4) if fits(mib, "--ctx", "512"))
+    assert fits(least + 4)
+    p = calla("run", "--memory", "1", "-p", "x", ok=False)
+    assert p.returncode == 4 and "--memory" in p.stderr.decode()
+
+
+def test_what_is_no_model_folder_is_named(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    p = calla("run", "-m", str(tmp_path / "model.gguf"), "-p", "x", ok=False)
+    assert p.returncode == 3 and "not a folder" in p.stderr.decode() and "GGUF" in p.stderr.decode()
 
 
 def test_help_has_examples():
