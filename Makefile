@@ -2,7 +2,7 @@
 #
 #   make                 build/calla
 #   make test            every test, short forms; ends with "N passed, N failed, N skipped"
-#   make test-long       the same tests at their full counts
+#   make test-long       the same tests at their full counts (CALLA_SOAK_SECONDS=1800 for a longer soak)
 #   make metal-check     on a Mac: every Metal op against the reference, then its speed
 #   make lint format     checks of style and layers; reformat
 #   make SAN=1 ...       address and undefined-behaviour sanitizers, into build/san/
@@ -44,6 +44,9 @@ LDFLAGS += -fsanitize=address,undefined
 else ifeq ($(SAN),thread)
 CFLAGS += -fsanitize=thread
 LDFLAGS += -fsanitize=thread
+# Kernels of a level share nothing but what the pool, which is watched, hands them; watched too, they
+# are 20 times slower, and a server has little traffic.
+UNWATCHED := -fno-sanitize=thread
 endif
 
 # Sources. cmd/ is the program; all the rest is the library that tests link too.
@@ -53,7 +56,7 @@ ifneq ($(filter x86_64 amd64,$(ARCH)),)
 LIB_SRC += $(wildcard src/backend/cpu/avx2_*.c src/backend/cpu/avx512_*.c)
 endif
 ifneq ($(filter aarch64 arm64,$(ARCH)),)
-LIB_SRC += $(wildcard src/backend/cpu/neon_*.c)
+LIB_SRC += $(wildcard src/backend/cpu/neon_*.c src/backend/cpu/i8mm_*.c)
 endif
 # CUDA: built when nvcc is there; the program runs without a GPU or driver all the same.
 NVCC ?= $(firstword $(wildcard /usr/local/cuda/bin/nvcc) $(shell command -v nvcc 2>/dev/null))
@@ -71,19 +74,20 @@ endif
 CMD_SRC := $(wildcard src/cmd/*.c)
 LIB_OBJ := $(LIB_SRC:%.c=$(B)/%.o) $(CUDA_SRC:%.cu=$(B)/%.o) $(B)/gen/page.o
 # The order matters: the kernels' text is one text.
-METAL_TEXT := $(addprefix src/backend/metal/,dims.h common.h embed.metal linear.metal delta.metal \
-                attention.metal moe.metal sample.metal)
+METAL_TEXT := $(addprefix src/backend/metal/,dims.h common.h rows.h embed.metal linear.metal \
+                delta.metal attention.metal route.metal moe.metal sample.metal)
+METAL_TENSOR_TEXT := $(addprefix src/backend/metal/,dims.h common.h tensor.h linear_tensor.metal moe_tensor.metal)
+METAL_OBJ := $(patsubst %,%.o,$(basename $(wildcard src/backend/metal/*.m src/backend/metal/*.c)))
 ifeq ($(UNAME),Darwin)
 OBJC ?= $(CC)
 OBJCFLAGS += -O2 -g -fobjc-arc -fblocks -Wall
 CPPFLAGS += -DCALLA_METAL
-LIB_OBJ += $(B)/src/backend/metal/metal.o $(B)/src/backend/metal/metal_ops.o $(B)/gen/metal_source.o
+LIB_OBJ += $(addprefix $(B)/,$(METAL_OBJ) gen/metal_source.o)
 LDLIBS += -framework Foundation -framework Metal
 endif
 # The same files on Linux, over the emulator and its stub of the Metal framework.
 EMU := build/emu
-EMU_OBJ := $(addprefix $(EMU)/,src/backend/device.o src/backend/metal/metal.o src/backend/metal/metal_ops.o \
-             gen/metal_source.o tests/metal/stub/metal_stub.o) \
+EMU_OBJ := $(addprefix $(EMU)/,src/backend/device.o $(METAL_OBJ) gen/metal_source.o tests/metal/stub/metal_stub.o) \
              $(patsubst %.c,$(EMU)/%.o,$(wildcard tests/metal/runtime/*.c))
 EMU_TOOLS := $(and $(filter Linux-x86_64,$(UNAME)-$(ARCH)),$(shell command -v clang-19 2>/dev/null), \
                $(wildcard /usr/lib/gcc/x86_64-linux-gnu/*/libobjc.so))
@@ -109,17 +113,26 @@ $(B)/calla: $(CMD_OBJ) $(B)/libcalla.a
 	$(call say,LINK)
 	$(Q)$(CC) $(LDFLAGS) -o $@ $^ $(LDLIBS)
 
-$(B)/libcalla.a: $(LIB_OBJ)
+# Changes when the backends do: what names them, and the library that holds them, are made again.
+$(B)/gen/backends: always
+	@mkdir -p $(@D)
+	@echo 'CUDA=$(CUDA)' | cmp -s - $@ || echo 'CUDA=$(CUDA)' >$@
+
+$(B)/src/backend/device.o: $(B)/gen/backends
+
+$(B)/libcalla.a: $(LIB_OBJ) $(B)/gen/backends
 	@rm -f $@
 	$(call say,AR  )
-	$(Q)$(AR) rcs $@ $^
+	$(Q)$(AR) rcs $@ $(filter %.o,$^)
 
 # Kernels of a level are compiled for that level; the level is chosen at run time.
-$(B)/src/backend/cpu/ref_%.o $(B)/src/backend/cpu/cpu_weight.o: CFLAGS += -O3
-$(B)/src/backend/cpu/avx2_%.o: CFLAGS += -mavx2 -mfma -O3
-$(B)/src/backend/cpu/avx512_%.o: CFLAGS += -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx2 -mfma -O3
-
-$(B)/src/backend/cpu/neon_%.o: CFLAGS += -march=armv8.2-a+dotprod -O3
+# (gcc 12 for Arm ends in an internal error when it vectorises ref_moe.c.)
+REF_O3 := -O3 $(if $(filter aarch64 arm64,$(ARCH)),-fno-tree-vectorize)
+$(B)/src/backend/cpu/ref_%.o $(B)/src/backend/cpu/cpu_weight.o: CFLAGS += $(REF_O3)
+$(B)/src/backend/cpu/avx2_%.o: CFLAGS += -mavx2 -mfma -O3 $(UNWATCHED)
+$(B)/src/backend/cpu/avx512_%.o: CFLAGS += -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx2 -mfma -O3 $(UNWATCHED)
+$(B)/src/backend/cpu/neon_%.o: CFLAGS += -march=armv8.2-a+dotprod -O3 $(UNWATCHED)
+$(B)/src/backend/cpu/i8mm_%.o: CFLAGS += -march=armv8.2-a+dotprod+i8mm -O3 $(UNWATCHED)
 
 $(B)/%.o: %.c
 	@mkdir -p $(@D)
@@ -137,13 +150,14 @@ $(B)/%.o: %.m
 	$(Q)$(OBJC) $(CPPFLAGS) $(OBJCFLAGS) -MMD -MP -c -o $@ $<
 
 # The kernels are compiled on the machine that runs them. Their text is bytes of the library.
-$(B)/gen/metal_source.c: $(METAL_TEXT)
+metal_array = echo 'const char $(1)[] = {'; \
+	for f in $(2); do echo "\#line 1 \"$$f\""; sed '/^\#include "/s/.*//' $$f; done | \
+	od -An -v -tx1 | sed 's/ *\([0-9a-f][0-9a-f]\)/0x\1,/g'; echo '0};';
+$(B)/gen/metal_source.c: $(METAL_TEXT) $(METAL_TENSOR_TEXT)
 	@mkdir -p $(@D)
 	$(call say,GEN )
-	$(Q){ echo '#include "backend/metal/internal.h"'; echo 'const char metal_source[] = {'; \
-		for f in $(METAL_TEXT); do echo "#line 1 \"$$f\""; sed '/^#include "/s/.*//' $$f; done | \
-		od -An -v -tx1 | sed 's/ *\([0-9a-f][0-9a-f]\)/0x\1,/g'; \
-		echo '0};'; } >$@.part && mv $@.part $@
+	$(Q){ echo '#include "backend/metal/internal.h"'; $(call metal_array,metal_source,$(METAL_TEXT)) \
+		$(call metal_array,metal_tensor_source,$(METAL_TENSOR_TEXT)) } >$@.part && mv $@.part $@
 
 $(B)/gen/metal_source.o: $(B)/gen/metal_source.c
 	$(call say,CC  )
@@ -173,11 +187,14 @@ $(EMU)/tests/%.o: tests/%.c
 	$(call say,CC  )
 	$(Q)clang-19 -std=c11 -D_GNU_SOURCE -O2 -g -Wall -Wextra -MMD -MP -c -o $@ $<
 
+# @available is decided by the compiler; for the tests the stub decides.
 $(EMU)/%.o: %.m
 	@mkdir -p $(@D)
 	$(call say,OBJC)
+	$(Q){ echo '#line 1 "$<"'; \
+		sed 's/@available(macOS \([0-9]*\)\.\([0-9]*\), \*)/emu_system_is(\1, \2)/' $<; } >$(@:.o=.emu.m)
 	$(Q)clang-19 -Isrc -D_GNU_SOURCE -O1 -g -fobjc-runtime=gcc -fblocks -Wall -Itests/metal/stub \
-		-Itests/metal/runtime -DEMU_FOLDER=$(CURDIR)/tests/metal -MMD -MP -c -o $@ $<
+		-Itests/metal/runtime -DEMU_FOLDER=$(CURDIR)/tests/metal -MMD -MP -c -o $@ $(@:.o=.emu.m)
 
 # The chat page is bytes of the library: od and sed are everywhere that make is.
 $(B)/gen/page.c: web/index.html
@@ -197,6 +214,11 @@ $(B)/tests/test_%: tests/unit/test_%.c $(B)/libcalla.a
 	$(Q)$(CC) $(CPPFLAGS) -Itests/unit $(CFLAGS) -MMD -MP $(LDFLAGS) -o $@ $< $(B)/libcalla.a $(LDLIBS) \
 		$(shell $(PKG_CONFIG) --cflags --libs $(TEST_PKGS))
 
+# On a runtime of its own, with CUDA's types.
+ifeq ($(CUDA),1)
+$(B)/tests/test_cuda_host: CPPFLAGS += -isystem $(CUDA_HOME)/include
+endif
+
 $(B)/tests/fuzz_%: tests/fuzz/fuzz_%.c $(B)/libcalla.a
 	@mkdir -p $(@D)
 	$(call say,LINK)
@@ -212,10 +234,11 @@ HAVE_ARM_CC := $(if $(filter x86_64 amd64,$(ARCH)),$(if $(wildcard /usr/aarch64-
                $(shell command -v $(ARM_CC) 2>/dev/null)))
 ARM := build/arm64
 ARM_SRC := $(KCHECK_SRC) src/base/err.c src/base/mem.c src/base/pool.c $(wildcard src/backend/*.c src/backend/cpu/cpu*.c \
-             src/backend/cpu/ref_*.c src/backend/cpu/neon_*.c)
+             src/backend/cpu/ref_*.c src/backend/cpu/neon_*.c src/backend/cpu/i8mm_*.c)
 ARM_OBJ := $(ARM_SRC:%.c=$(ARM)/%.o)
 ARM_FLAGS := -Isrc -D_GNU_SOURCE -std=c11 -O2 -ffp-contract=off -pthread $(WARN)
 $(ARM)/src/backend/cpu/neon_%.o: ARM_FLAGS += -march=armv8.2-a+dotprod -O3
+$(ARM)/src/backend/cpu/i8mm_%.o: ARM_FLAGS += -march=armv8.2-a+dotprod+i8mm -O3
 
 $(ARM)/%.o: %.c
 	@mkdir -p $(@D)
@@ -228,11 +251,8 @@ $(ARM)/kcheck: $(ARM_OBJ)
 
 kcheck-arm64: $(ARM)/kcheck
 kcheck: $(B)/kcheck
-# For owners of a Mac; the output is made to be pasted into a report.
 metal-check: $(B)/kcheck
-	sw_vers; sysctl -n machdep.cpu.brand_string
-	$(B)/kcheck --level metal
-	$(B)/kcheck --level metal --bench
+	tools/metal_check.sh $(B)/kcheck
 
 metal-emulated: $(EMU)/calla $(EMU)/kcheck
 tests: all $(UNIT_BIN) $(FUZZ_BIN) $(if $(KCHECK_SRC),$(B)/kcheck) \
@@ -245,6 +265,7 @@ test: tests lint
 
 test-long: tests lint
 	$(MAKE) SAN=1 tests
+	$(MAKE) SAN=thread all
 	python3 tests/run.py --long
 
 demo: all
@@ -259,6 +280,6 @@ format:
 clean:
 	rm -rf build
 
-.PHONY: all kcheck kcheck-arm64 metal-check metal-emulated tests test test-long demo lint format clean
+.PHONY: all always kcheck kcheck-arm64 metal-check metal-emulated tests test test-long demo lint format clean
 -include $(LIB_OBJ:.o=.d) $(CMD_OBJ:.o=.d) $(wildcard $(B)/tests/*.d) $(KCHECK_SRC:%.c=$(B)/%.d) $(ARM_OBJ:.o=.d) \
          $(EMU_OBJ:.o=.d)

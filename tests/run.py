@@ -7,11 +7,19 @@ Suites: the cmocka programs of the plain and of the sanitizer build, the fuzzers
 kcheck with its self-test, the Metal emulator's tests, the pytest files. --long runs full counts (CALLA_TEST_LONG=1).
 The output of a suite is shown when it fails; skipped tests are listed with their reason.
 """
-import concurrent.futures, glob, os, re, shutil, subprocess, sys, tempfile, time
+import concurrent.futures, glob, importlib.util, os, re, shutil, subprocess, sys, tempfile, time
 import xml.etree.ElementTree as xml
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+SYSTEM_PYTHON = "/usr/bin/python3"
 CLOSING = re.compile(r"(\d+) passed, (\d+) failed, (\d+) skipped")
+
+
+def use_python_with_packages():
+    """bootstrap installs pytest and jinja2 for the system's Python; pyenv or conda may stand before it."""
+    lacks = [m for m in ("pytest", "jinja2") if importlib.util.find_spec(m) is None]
+    if lacks and os.path.exists(SYSTEM_PYTHON) and sys.executable != SYSTEM_PYTHON:
+        os.execv(SYSTEM_PYTHON, [SYSTEM_PYTHON, *sys.argv])
 
 
 class Result:
@@ -81,13 +89,26 @@ def run_pytest(path, limit):
         return result
 
 
-def run_arm(form, limit):
-    """kcheck of the Arm level under an emulator, where `make tests` could build it."""
+# Level: a processor whose best one it is.
+ARM_LEVELS = {"cpu/neon": "neoverse-n1", "cpu/i8mm": "max"}
+
+
+def run_arm(arg, limit):
+    """kcheck of an Arm level under an emulator, where `make tests` could build it. A processor has
+    no level beyond its own."""
+    level, long = arg
     program, emulator = f"{ROOT}/build/arm64/kcheck", shutil.which("qemu-aarch64")
     if not os.path.exists(program) or not emulator:
         return Result(skips=["kcheck arm64: needs gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user"])
-    few = [] if form == "long" else ["--pool", "random", "--cases", "6"]
-    return run_counted([emulator, program, "--level", "cpu/neon", *few], limit)
+    kcheck = [emulator, "-cpu", ARM_LEVELS[level], program]
+    few = [] if long else ["--pool", "random", "--cases", "6"]
+    result = run_counted([*kcheck, "--level", level, *few], limit)
+    code, out = call([*kcheck, "--op", "copy", "--cases", "1"], limit)
+    best = re.findall(r"^copy +(\S+)", out, re.M)[-1:]
+    result.passed += best == [level]
+    result.failed += best != [level]
+    result.output += f"exit {code}, levels of {ARM_LEVELS[level]}:\n{out}"
+    return result
 
 
 def suites(long):
@@ -105,10 +126,13 @@ def suites(long):
         seeds = ("1", "2", "3") if long else ("1",)
         for seed in seeds:
             found.append((f"kcheck seed {seed}", run_counted, [kcheck, "--seed", seed], limit))
+        cut = [] if long else ["--pool", "random"]
+        found.append(("kcheck deterministic", run_counted, [kcheck, "--deterministic", *cut], limit))
         found.append(("kcheck self-test", run_counted, [kcheck, "--self-test"], limit))
     found.append(("metal emulator", run_counted,
                   [sys.executable, f"{ROOT}/tests/metal/run_tests.py"], limit))
-    found.append(("kcheck arm64", run_arm, "long" if long else "short", limit))
+    for level in ARM_LEVELS:
+        found.append((f"kcheck arm64 {level}", run_arm, (level, long), limit))
     for path in sorted(glob.glob(f"{ROOT}/tests/e2e/test_*.py")):
         found.append((os.path.basename(path), run_pytest, path, limit))
     return found
@@ -150,4 +174,5 @@ def main():
 
 
 if __name__ == "__main__":
+    use_python_with_packages()
     sys.exit(main())

@@ -10,9 +10,9 @@ cat <<EOF
 
 That was the demo model: 14 MB, trained to show the engine, not to know things.
 What to type next:
-  $calla chat --no-think            talk with it
-  $calla run --no-think -p "Tell me a story about a fox."
-  $calla run -p "What is 12 plus 7?"     thoughts, then the answer
+  $calla chat                       talk with it
+  $calla run -p "Tell me a story about a fox."
+  $calla run --think -p "What is 12 plus 7?"     thoughts, then the answer
   $calla run -m DIR -p "..."        a real model: a folder with Qwen3.6-35B-A3B in MLX 4-bit or HF bf16
   $calla info -m DIR                what a model is, and whether it fits here
   $calla --help                     all commands

@@ -6,6 +6,8 @@
   banned     calls that overflow, lose errors or hold hidden state
   exits      only cmd/ prints for the user or ends the process (base/mem.c excepted: out of memory)
   pitfalls   every test that tests/pitfalls.md names is in the file named there
+  docs       every path of the tree that a page names is there; every `LIMIT = N` of docs/kernels.md
+             is in the sources so
   text       no tabs, no trailing blanks, lines up to 100 columns
   format     clang-format, where it is installed
 """
@@ -29,6 +31,11 @@ found = []
 
 def report(path, line, text):
     found.append(f"{path}:{line}: {text}")
+
+
+def read(path):
+    with open(os.path.join(ROOT, path), encoding="utf-8") as f:
+        return f.read()
 
 
 def tracked(*patterns):
@@ -89,20 +96,27 @@ def check_text(path, text):
 
 
 def check_pitfalls(path):
-    with open(os.path.join(ROOT, path), encoding="utf-8") as f:
-        text = f.read()
-    for n, line in enumerate(text.splitlines(), 1):
+    for n, line in enumerate(read(path).splitlines(), 1):
         row = re.match(r"\| (\d+b?) \|.*\| (\S.*) \|$", line)
         if re.match(r"\| *\d", line) and not row:
             report(path, n, "a row is `| number | fault | test |`")
         for file, name in re.findall(r"`([a-z0-9_]+/[^`: ]+): ([^`]*)`", line):
-            file = os.path.join(ROOT, "tests", file)
-            if not os.path.isfile(file):
-                report(path, n, f"there is no {os.path.relpath(file, ROOT)}")
-                continue
-            with open(file, encoding="utf-8") as f:
-                if not re.search(r"^(static void|void|def) %s\(" % re.escape(name), f.read(), re.M):
-                    report(path, n, f"{os.path.relpath(file, ROOT)} has no test {name}")
+            file = "tests/" + file
+            if not os.path.isfile(os.path.join(ROOT, file)):
+                report(path, n, f"there is no {file}")
+            elif not re.search(r"^(static void|void|def) %s\(" % re.escape(name), read(file), re.M):
+                report(path, n, f"{file} has no test {name}")
+
+
+def check_docs(pages, sources):
+    for path in pages:
+        for n, line in enumerate(read(path).splitlines(), 1):
+            for name in re.findall(r"`((?:src|tests|tools|docs|models)/[\w./-]+)`", line):
+                if not os.path.exists(os.path.join(ROOT, name)):
+                    report(path, n, f"there is no {name}")
+            for limit in re.findall(r"`([A-Z]\w+ = \d+)`", line) if path == "docs/kernels.md" else ():
+                if not any(re.search(r"\b%s\b" % limit, code) for code in sources):
+                    report(path, n, f"no source says {limit}")
 
 
 def check_format(paths):
@@ -120,8 +134,7 @@ def check_format(paths):
 def main():
     sources = tracked("src/*.c", "src/*.h", "tests/*.c", "tests/*.h")
     for path in sources:
-        with open(os.path.join(ROOT, path), encoding="utf-8") as f:
-            text = f.read()
+        text = read(path)
         code = strip_comments(text)
         check_text(path, text)
         if path.startswith("src/"):
@@ -129,9 +142,10 @@ def main():
             check_calls(path, code)
             check_sizes(path, code)
     check_pitfalls("tests/pitfalls.md")
-    for path in tracked("src/*.m", "src/*.metal", "tests/*.m", "tests/*.metal"):
-        with open(os.path.join(ROOT, path), encoding="utf-8") as f:
-            check_text(path, f.read())
+    kernels = tracked("src/backend/*.h", "src/backend/*.c", "src/backend/*.cu", "src/backend/*.cuh")
+    check_docs(tracked("*.md", "docs/*.md"), [read(path) for path in kernels])
+    for path in tracked("src/*.m", "src/*.metal", "src/*.cu", "src/*.cuh", "tests/*.m", "tests/*.metal"):
+        check_text(path, read(path))
     check_format([p for p in sources if "/metal/" not in p])
     for line in found:
         print(line)

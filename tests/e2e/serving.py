@@ -3,6 +3,7 @@ import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,9 @@ CALLA = os.environ.get("CALLA", os.path.join(ROOT, "build", "calla"))
 LONG = os.environ.get("CALLA_TEST_LONG") == "1"
 
 CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
+# An answer without an end.
+LONG_TALK = {"messages": [{"role": "user", "content": "Count for ever."}], "max_tokens": 6000,
+             "temperature": 1, "logit_bias": {"8174": -100, "8172": -100}}
 WEATHER = {"type": "function", "function": {
     "name": "get_weather", "description": "Current weather",
     "parameters": {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20},
@@ -26,12 +30,28 @@ CLOCK = {"type": "function", "function": {
                    "required": ["zone"]}}}
 
 
+def wide_demo(folder, ctx):
+    """The demo model with a context of ctx. Past its own 8,192 positions it says nothing of use, and is read,
+    kept and found like any other."""
+    path = os.path.join(str(folder), "wide")
+    shutil.copytree(os.path.join(ROOT, "models", "demo"), path)
+    with open(os.path.join(path, "config.json"), encoding="utf-8") as f:
+        config = json.load(f)
+    config["text_config"]["max_position_embeddings"] = ctx
+    with open(os.path.join(path, "config.json"), "w", encoding="utf-8") as f:
+        json.dump(config, f)
+    return path
+
+
 class Server:
-    def __init__(self, *argv, env=None):
+    def __init__(self, *argv, env=None, binary=CALLA, common=("--threads", "1")):
         self.log = tempfile.NamedTemporaryFile(mode="w+", suffix=".log")
+        # Nobody's own cache folder is touched, and nothing is known from another server.
+        self.cache = tempfile.TemporaryDirectory(prefix="calla-cache-")
         self.process = subprocess.Popen(
-            [CALLA, "serve", "--port", "0", "--threads", "2", *argv], stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL, stderr=self.log, env=dict(os.environ, **(env or {})))
+            [binary, "serve", "--port", "0", *common, *argv], stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, stderr=self.log,
+            env=dict(os.environ, **{"XDG_CACHE_HOME": self.cache.name, **(env or {})}))
         end = time.monotonic() + 60
         while True:
             found = re.search(r"http://(\S+):(\d+)/", self.lines())
@@ -46,7 +66,7 @@ class Server:
         with open(self.log.name, encoding="utf-8", errors="replace") as f:
             return f.read()
 
-    def close(self, number=signal.SIGTERM, limit=60):
+    def close(self, number=signal.SIGTERM, limit=60, keep_log=False):
         """Ends the server; returns its exit code."""
         if self.process.poll() is None:
             self.process.send_signal(number)
@@ -56,9 +76,11 @@ class Server:
             self.process.kill()
             raise
         finally:
-            self.log.close()
+            if not keep_log:
+                self.log.close()
+            self.cache.cleanup()
 
-    def request(self, method, path, body=None, headers=None, timeout=120):
+    def request(self, method, path, body=None, headers=None, timeout=300):
         """(status, headers, bytes)."""
         c = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
         try:
@@ -87,7 +109,7 @@ class Server:
     def stream(self, path, body, headers=None):
         """Yields (event name or None, parsed data or "[DONE]", seconds since the request)."""
         start = time.monotonic()
-        c = http.client.HTTPConnection(self.host, self.port, timeout=120)
+        c = http.client.HTTPConnection(self.host, self.port, timeout=300)
         try:
             c.request("POST", path, json.dumps(dict(body, stream=True)), headers or {})
             r = c.getresponse()
@@ -114,7 +136,7 @@ class Server:
     def metrics(self):
         _, _, text = self.request("GET", "/metrics")
         return {k: float(v) for k, v in
-                re.findall(r"^calla_(\w+) (\S+)$", text.decode(), re.M)}
+                re.findall(r"^calla_(\S+) (\S+)$", text.decode(), re.M)}
 
     def wait_idle(self, limit=5):
         """Seconds until nothing runs or waits."""

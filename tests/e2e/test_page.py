@@ -455,6 +455,7 @@ def test_tool_calls(tab):
     tab.page.get_by_role("button", name="Save").click()
     assert tab.page.locator("#settings-error").is_visible()
     tab.page.fill("[name=tools]", json.dumps(tools))
+    assert tab.page.locator("#settings-error").is_hidden(), "said of a text that is gone"
     tab.shot("settings")
     tab.page.get_by_role("button", name="Save").click()
     tab.ask("tool What is the weather?")

@@ -1,10 +1,12 @@
 """/v1/chat/completions and /v1/completions: replies, streams, tools, formats, limits, errors."""
+import itertools
 import json
+import random
 import re
 
 import pytest
 
-from serving import CAPITAL, CLOCK, WEATHER, Server, calls_of, join
+from serving import CAPITAL, CLOCK, LONG, WEATHER, Server, calls_of, join
 
 SPECIAL = range(8172, 8192)
 
@@ -52,6 +54,9 @@ def test_stream_is_the_whole_answer(server):
     assert chunks[-2]["choices"] == [] and chunks[-2]["usage"]["completion_tokens"] == 7
     assert "cached_tokens" in chunks[-2]["usage"]["prompt_tokens_details"]
     assert all(c["usage"] is None for c in chunks[:-2])
+    short = server.chat_stream(stream_options={"include_usage": True}, max_tokens=3)
+    assert short[-3]["choices"][0]["finish_reason"] == "length" and short[-1] == "[DONE]"
+    assert short[-2]["choices"] == [] and short[-2]["usage"]["completion_tokens"] == 3
     plain = server.chat_stream()
     assert all("usage" not in c for c in plain[:-1])
     assert len({c["id"] for c in plain[:-1]}) == 1
@@ -72,8 +77,24 @@ def test_thinking_budget_is_kept(server):
         reply = server.chat(reasoning_effort=None, thinking_budget=budget, max_tokens=200)
         spent = reply["usage"]["completion_tokens_details"]["reasoning_tokens"]
         assert spent <= budget + 1, reply
+        assert len(text(reply)) > 3, reply
+    spent = server.chat(reasoning_effort=None, reasoning={"max_tokens": 8}, max_tokens=200)
+    assert spent["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 9 and len(text(spent)) > 3
     off = server.chat(reasoning_effort=None, thinking_budget=0)
     assert "reasoning_content" not in off["choices"][0]["message"]
+
+
+def test_thinking_by_default(server):
+    """The model's own default, and every switch over it."""
+    def ask(**fields):
+        return server.post("/v1/chat/completions", {"messages": CAPITAL, "temperature": 0,
+                                                    "max_tokens": 20, **fields})[1]
+    assert server.get("/props")[1]["thinking"] is False
+    assert text(ask()) == "The capital of France is Paris."
+    for fields in ({"enable_thinking": True}, {"chat_template_kwargs": {"enable_thinking": True}},
+                   {"reasoning": {"effort": "high"}}, {"reasoning": {"enabled": True}},
+                   {"reasoning_effort": "low"}, {"thinking_budget": 5}):
+        assert ask(**fields)["choices"][0]["message"]["reasoning_content"], fields
 
 
 def test_thinking_switches_agree(server):
@@ -154,6 +175,23 @@ def test_stop_strings(server, stop, want):
     assert join(server.chat_stream(stop=stop)) == want
 
 
+def written(value):
+    """A format that leaves the model no choice: it writes this."""
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": value}}}
+
+
+@pytest.mark.parametrize("stop,want", [
+    ("END", '"ENJOY THE '), ("ENJOY", '"'), (["q", "END OF", "z", "THE EN"], '"ENJOY '), ("ENDING", None), ("N", '"E'),
+    ("END OF " + "abcdefghij" * 9 + "abc", '"ENJOY THE ')])
+def test_stop_strings_within_words(server, stop, want):
+    """Pitfall 44: the words are given, the tokens are the model's. 1 and 100 characters; ENJOY begins like END."""
+    value = "ENJOY THE END OF " + "abcdefghij" * 10
+    fields = dict(response_format=written(value), stop=stop, max_tokens=400)
+    want = json.dumps(value) if want is None else want
+    assert text(server.chat(**fields)) == want
+    assert join(server.chat_stream(**fields)) == want
+
+
 def test_stop_strings_do_not_end_thoughts(server):
     """Pitfall 44."""
     for letter in "e ta":
@@ -188,6 +226,41 @@ def test_logprobs(server):
                 for t in (c["choices"][0].get("logprobs") or {"content": []})["content"]]
     assert [t["token"] for t in streamed] == [t["token"] for t in tokens]
     assert server.chat()["choices"][0]["logprobs"] is None
+    for seed in range(4):  # tokens that are parts of characters
+        reply = server.chat(logprobs=True, temperature=3, seed=seed, top_p=1, top_k=0, max_tokens=60)
+        whole = b"".join(bytes(t["bytes"]) for t in reply["choices"][0]["logprobs"]["content"])
+        assert whole.decode("utf-8", "replace").startswith(text(reply)[:10])
+
+
+def test_logprobs_of_a_long_answer_take_little_memory():
+    """Pitfall 70: 1,000 tokens with 20 likeliest each are 21,000 numbers, not as many objects; in the long form behind
+    a prompt of most of the context. Of a prompt there are none: `echo` is refused."""
+    s = Server("--cache-disk", "0", "--cache-ram", "1")
+    try:
+        messages = [{"role": "user", "content": "hello " * (3400 if LONG else 10)}]
+        fields = dict(max_tokens=1000, logit_bias={"8174": -100, "8172": -100})
+        s.chat(messages, **fields)
+        before = s.metrics()["resident_bytes"]
+        reply = s.chat(messages, logprobs=True, top_logprobs=20, **fields)
+        grown = s.metrics()["resident_bytes"] - before
+        tokens = reply["choices"][0]["logprobs"]["content"]
+        assert len(tokens) > 900 and all(len(t["top_logprobs"]) == 20 for t in tokens)
+        assert grown < 8 << 20, grown
+    finally:
+        assert s.close() == 0
+
+
+@pytest.mark.skipif(not LONG, reason="100,000 tokens: in the long form")
+def test_logprobs_have_a_bound():
+    """What a reply that is no stream may hold in all is bounded, and the error says what to do."""
+    s = Server("--parallel", "64")
+    try:
+        reply = s.chat(expect=400, n=64, max_tokens=4000, logprobs=True, top_logprobs=20,
+                       logit_bias={"8174": -100, "8172": -100})
+        assert reply["error"]["code"] == "too_many_logprobs" and "stream" in reply["error"]["message"]
+        assert s.wait_idle() < 5 and s.metrics()["resident_bytes"] < 3 << 30
+    finally:
+        assert s.close() == 0
 
 
 def test_completions(server):
@@ -289,6 +362,33 @@ def test_json_schema(server, thinking):
     check_schema(join(server.chat_stream(**fields)))
 
 
+def test_schema_beside_tools(server):
+    """The answer fits the schema or is calls; never prose."""
+    seen = set()
+    form = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}}
+    opener = server.post("/tokenize", {"content": "<tool_call>", "parse_special": True})[1]["tokens"][0]
+    for seed in range(6):
+        for thinking in ({}, {"reasoning_effort": None, "thinking_budget": 8}):
+            fields = dict(tools=[WEATHER, CLOCK], response_format=form, temperature=1.5, seed=seed,
+                          max_tokens=300, logit_bias={str(opener): -100 * (seed % 2)}, **thinking)
+            reply = server.chat([{"role": "user", "content": "Weather in Oslo?"}], **fields)
+            message, finish = reply["choices"][0]["message"], reply["choices"][0]["finish_reason"]
+            seen.add(finish)
+            if finish == "tool_calls":
+                assert message["content"] is None
+                assert all(c["function"]["name"] in ("get_weather", "get_time")
+                           for c in message["tool_calls"])
+            elif finish == "stop":
+                check_schema(message["content"])
+            chunks = server.chat_stream([{"role": "user", "content": "Weather in Oslo?"}], **fields)
+            assert join(chunks) == (message["content"] or "")
+            assert len(calls_of(chunks)) == len(message.get("tool_calls", []))
+    assert {"stop", "tool_calls"} <= seen
+    bad = dict(response_format=form, tools=[{"type": "function", "function": {
+        "name": "f", "parameters": {"type": "object", "not": {}}}}])
+    assert "tool f" in server.chat(expect=400, **bad)["error"]["message"]
+
+
 def test_json_object(server):
     reply = server.chat(response_format={"type": "json_object"}, max_tokens=400)
     if reply["choices"][0]["finish_reason"] == "stop":
@@ -337,6 +437,31 @@ def test_extremes_of_sampling(server, fields):
     server.chat(max_tokens=6, **fields)
 
 
+def test_combinations_of_sampling(server):
+    """Pitfall 65: each of four options with each of ten values, together: refused by the name of one that is out of
+    its range, or answered. All in the long form."""
+    values = ["0", "1", "-1", "0.5", "1000000000.0", "-0.0", "NaN", '"1"', "null", "[]"]
+    ranges = {"temperature": (0, 100), "top_p": (0, 1), "min_p": (0, 1), "top_k": (-1, 2147483647)}
+    combined = list(itertools.product(values, repeat=4))
+    if not LONG:
+        combined = random.Random(3).sample(combined, 400)
+
+    def fits(name, value):
+        if value in ("null", "0", "1"):
+            return True
+        if value[0] in 'N"[':
+            return False
+        low, high = ranges[name]
+        return low <= float(value) <= high and (name != "top_k" or float(value).is_integer())
+    for chosen in combined:
+        fields = dict(zip(ranges, chosen))
+        status, reply = server.post("/v1/chat/completions", '{"max_tokens": 1, "messages": [{"role": "user", '
+                                    '"content": "Hi"}], ' + ", ".join(f'"{k}": {v}' for k, v in fields.items()) + "}")
+        wrong = [k for k, v in fields.items() if not fits(k, v)]
+        assert status == (400 if wrong else 200), (fields, reply)
+        assert not wrong or "NaN" in chosen or reply["error"]["param"] in wrong, (fields, reply)
+
+
 def test_ignored_fields(server):
     server.chat(max_tokens=1, user="x", metadata={"a": "b"}, store=True, service_tier="auto",
                 functions=[], audio=None)
@@ -349,6 +474,18 @@ def test_prompt_past_the_context(server):
         status, reply = server.post("/v1/chat/completions", {"messages": long, "stream": stream})
         assert status == 400 and reply["error"]["code"] == "context_length_exceeded"
         assert re.search(r"\d+ tokens > 8192", reply["error"]["message"])
+
+
+def test_emoji_and_scripts_are_never_cut(server):
+    """Pitfall 41: each character of these is several tokens."""
+    value = "".join(chr(0x1f600 + i) for i in range(30)) + "\u6f22\u5b57\u4eee\u540d " \
+        "\u0939\u093f\u0928\u094d\u0926\u0940 \u0928\u092e\u0938\u094d\u0924\u0947 \U0001f468\u200d\U0001f469\u200d\U0001f467"
+    fields = dict(response_format=written(value), max_tokens=1000)
+    reply = server.chat(**fields)
+    assert json.loads(text(reply)) == value and reply["usage"]["completion_tokens"] > 60
+    chunks = server.chat_stream(**fields)
+    assert join(chunks) == text(reply) and "\ufffd" not in join(chunks)
+    assert all("\ufffd" not in (c["choices"][0]["delta"].get("content") or "") for c in chunks[:-1])
 
 
 def test_characters_are_never_cut(server):

@@ -115,7 +115,8 @@ assert "".join(t.token for t in tokens) == PARIS and len(tokens[0].top_logprobs)
 """,
     "openai_completions_and_models": """
 assert oa.completions.create(model="m", prompt="Once", max_tokens=5).usage.completion_tokens <= 5
-assert [m.id for m in oa.models.list()] == ["demo"] and oa.models.retrieve("x").id == "x"
+assert [m.id for m in oa.models.list()] == ["demo"] and oa.models.retrieve("demo").id == "demo"
+raises(openai.NotFoundError, lambda: oa.models.retrieve("x"))
 """,
     "openai_errors": """
 e = raises(openai.BadRequestError, lambda: oa.chat.completions.create(

@@ -6,17 +6,12 @@ import random
 import re
 import signal
 import socket
-import struct
 import subprocess
 import time
 
 import pytest
 
-from serving import CALLA, CAPITAL, LONG, Server, join, parallel
-
-LONG_TALK = {"messages": [{"role": "user", "content": "Count for ever."}], "max_tokens": 6000,
-             "temperature": 1, "logit_bias": {"8174": -100, "8172": -100}}
-
+from serving import CALLA, CAPITAL, LONG, LONG_TALK, Server, parallel
 
 @pytest.fixture(scope="module")
 def server():
@@ -32,7 +27,10 @@ def test_endpoints(server):
                                            "faults_in_a_row": 0})
     models = server.get("/v1/models")[1]
     assert models["data"][0]["id"] == "demo" and models["data"][0]["context_length"] == 8192
-    assert server.get("/v1/models/any-name")[1]["id"] == "any-name"
+    assert server.get("/v1/models/demo")[1] == models["data"][0]
+    for name in ("any-name", "", "%00", "demo%00", "%00demo", "demo/x", "d", "x" * 1000, "%ff%fe"):
+        status, reply = server.get("/v1/models/" + name)
+        assert status == 404 and reply["error"]["type"] == "not_found_error", name
     props = server.get("/props")[1]
     assert props["parallel"] == 4 and props["context"] == 8192 and props["vocab"] == 8192
     assert server.request("HEAD", "/health")[0] == 200
@@ -48,6 +46,7 @@ def test_metrics_count(server):
     assert after["prompt_tokens_total"] - before["prompt_tokens_total"] == u["prompt_tokens"]
     assert after["generated_tokens_total"] > before["generated_tokens_total"]
     assert after["requests_total"] == before["requests_total"] + 1
+    assert 0 < after["compute_seconds_total"] - before["compute_seconds_total"] < 10
 
 
 def test_one_line_a_request(server):
@@ -119,6 +118,7 @@ def wrap(content):
     (wrap(b'"lone \\ud83d end"'), 200), (wrap(b'"\\udc00\\ud800"'), 200),
     (wrap(b'"\\ud83d\\ude00"'), 200), (wrap(b'"nul \\u0000 in"'), 200), (wrap(b'"\x00"'), 400),
     (wrap(b'"a", "role": "x"'), 400), (wrap(b"1e400"), 400), (wrap(b"9223372036854775808"), 400),
+    (wrap(b'"x"')[:-1] + b', "user": 123456789012345678901234567890}', 200),
     (b'{"messages": [], "messages": []}', 400), (wrap(b'"x"')[:-1] + b', "n": 1e300}', 400),
     (wrap(b'"x"')[:-1] + b', "seed": 99999999999999999999}', 400),
     (wrap(b'"x"')[:-1] + b', "seed": 9223372036854775807}', 200),
@@ -135,6 +135,79 @@ def test_torture(server, body, want):
         assert json.loads(reply)["error"]["message"]
 
 
+@pytest.mark.parametrize("field,value", [
+    ("seed", "9223372036854775808"), ("seed", "-99999999999999999999"), ("n", "1e400"),
+    ("max_completion_tokens", "1" + "0" * 30), ("top_k", "18446744073709551616"), ("temperature", "1e309"),
+    ("user", "-1e999"), ("metadata", '{"a": [1, {"b": 1e400}]}'), ("stop", "[1e400]"),
+    ("seed", "1" * 1000), ("logit_bias", '{"5": 99999999999999999999}')])
+def test_numbers_out_of_range_name_their_field(server, field, value):
+    """Pitfall 59: 2^63 and more, and huge exponents."""
+    status, reply = server.post("/v1/chat/completions", wrap(b'"x"')[:-1] +
+                                f', "{field}": {value}}}'.encode())
+    assert status == 400 and f"'{field}'" in reply["error"]["message"], reply
+    assert reply["error"]["param"] == field
+
+
+def test_schemas_may_hold_large_numbers(server):
+    """Tools of other programs bound unsigned numbers of 64 bits by their largest value."""
+    tool = b'''[{"type": "function", "function": {"name": "f", "parameters": {"type": "object",
+        "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 18446744073709551615}}}}}]'''
+    status, reply = server.post("/apply-template", b'{"messages": [{"role": "user", "content": "x"}],'
+                                b' "tools": ' + tool + b"}")
+    assert status == 200 and '"maximum": 1.84467440737095' in reply["prompt"]
+
+
+def test_numbers_are_short(server):
+    """0.6 as a float of 32 bits is not 0.60000002384185791 to a reader."""
+    props = server.get("/props")[1]
+    _, _, raw = server.request("GET", "/props")
+    assert props["sampling"]["temperature"] == 0.6 and b'"temperature":0.6,' in raw
+    status, _, raw = server.request("POST", "/v1/chat/completions", json.dumps(
+        {"messages": CAPITAL, "max_tokens": 8, "logprobs": True, "top_logprobs": 5,
+         "reasoning_effort": "none"}))
+    reals = re.findall(rb"-?\d+\.(\d+)", raw)
+    assert status == 200 and len(reals) > 20 and max(map(len, reals)) <= 14, reals
+
+
+def test_props_show_what_is_in_effect(server):
+    """Pitfall 11."""
+    server.chat()
+    cache = server.get("/props")[1]["cache"]
+    assert cache["bytes_max"] > 1 << 26 and 0 < cache["bytes"] <= cache["bytes_max"]
+    assert cache["entries"] >= 1 and cache["hits"] + cache["misses"] >= 1
+    assert cache["disk_bytes_max"] == 16 << 30
+    assert cache["dir"] == os.path.join(server.cache.name, "calla/prefixes")
+    assert os.path.isdir(cache["dir"]) and os.stat(cache["dir"]).st_mode & 0o77 == 0
+
+
+def test_cache_flags(tmp_path):
+    """Pitfall 11: what a flag does is shown, and what has no effect is said."""
+    for argv, want in ((["--cache-disk", "0"], (None, 0)),
+                       (["--cache-dir", str(tmp_path / "a"), "--cache-disk", "3M"],
+                        (str(tmp_path / "a"), 3 << 20)),
+                       (["--cache-dir", "/proc/none/calla"], (None, 0)),
+                       (["--cache-ram", "5M"], (None, 16 << 30))):
+        s = Server(*argv)
+        try:
+            cache = s.get("/props")[1]["cache"]
+            assert (want[0] and cache["dir"], cache["disk_bytes_max"]) == want, argv
+            assert cache["bytes_max"] == 5 << 20 or argv[0] != "--cache-ram"
+            assert not os.path.exists(s.cache.name + "/calla") or argv[0] == "--cache-ram"
+            assert argv[-1] != "/proc/none/calla" or "in memory only" in s.lines()
+        finally:
+            assert s.close() == 0
+    for argv in (["--cache-disk", "0", "--cache-dir", str(tmp_path)], ["--cache-disk", "x"]):
+        p = subprocess.run([CALLA, "serve", "--port", "0", *argv], stderr=subprocess.PIPE, timeout=60)
+        assert p.returncode == 2 and b"--cache-disk" in p.stderr
+    env = {k: v for k, v in os.environ.items() if k not in ("HOME", "XDG_CACHE_HOME")}
+    p = subprocess.Popen([CALLA, "serve", "--port", "0"], stderr=subprocess.PIPE, env=env)
+    assert b"in memory only" in p.stderr.readline()
+    assert b"http://" in p.stderr.readline()
+    p.terminate()
+    p.stderr.close()
+    assert p.wait(60) == 0
+
+
 def test_lone_surrogates_become_replacements(server):
     """Pitfall 59."""
     status, reply = server.post("/tokenize", b'{"content": "a\\ud83db \\\\ud83d"}')
@@ -144,12 +217,17 @@ def test_lone_surrogates_become_replacements(server):
 
 
 @pytest.mark.parametrize("text", ["Z" * 131072, "." * 50000, " " * 50000, "\n" * 50000,
-                                  "\u6f22" * 200000, "e" + "\u0301" * 100000])
+                                  "\u6f22" * 200000, "e" + "\u0301" * 100000],
+                         ids=["letters", "dots", "spaces", "newlines", "ideographs", "marks"])
 def test_long_runs_are_tokenised(server, text):
     """Pitfall 53."""
-    start = time.monotonic()
-    status, reply = server.post("/tokenize", {"content": text})
-    assert status == 200 and reply["count"] > 0 and time.monotonic() - start < 3
+    times = []
+    for _ in range(3):  # other load comes and goes
+        start = time.monotonic()
+        status, reply = server.post("/tokenize", {"content": text})
+        times.append(time.monotonic() - start)
+        assert status == 200 and reply["count"] > 0
+    assert min(times) < 1, times
 
 
 def test_too_large(server):
@@ -161,6 +239,83 @@ def test_too_large(server):
     c.close()
     assert b" 431 " in server.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"A: " + b"x" * 70000 +
                                   b"\r\n\r\n").split(b"\r\n")[0]
+
+
+def tool(i, name="f"):
+    return {"type": "function", "function": {"name": f"{name}{i}", "parameters": {}}}
+
+
+@pytest.mark.parametrize("path,fields,word", [
+    ("chat/completions", {"logit_bias": {str(i): 1 for i in range(4097)}}, "logit_bias"),
+    ("chat/completions", {"tools": [tool(i) for i in range(513)]}, "tools"),
+    ("chat/completions", {"tools": [tool(0, "n" * 128)]}, "name"),
+    ("chat/completions", {"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+    ("chat/completions", {"n": 65}, "n"), ("chat/completions", {"model": "m" * 257}, "model"),
+    ("chat/completions", {"stop": ["a"] * 17}, "stop"), ("chat/completions", {"stop": "a" * 1025}, "stop"),
+    ("completions", {"prompt": [[1]] * 65}, "prompt"), ("completions", {"prompt": [[1]] * 33, "n": 2}, "n"),
+    ("messages", {"stop_sequences": ["a"] * 17}, "stop_sequences"),
+    ("chat/completions", {"response_format": {"type": "json_schema", "json_schema": {
+        "name": "x", "schema": {"enum": list(range(300000))}}}}, "schema"),
+    ("responses", {"input": "hello world " * 9000}, "too long")])
+def test_bounds(server, path, fields, word):
+    """What docs/api.md lists under Bounds: one more than allowed is refused, and named."""
+    base = {"chat/completions": {"messages": CAPITAL}, "completions": {"prompt": "a"}, "responses": {},
+            "messages": {"messages": CAPITAL, "max_tokens": 1}}[path]
+    status, reply = server.post("/v1/" + path, {**base, **fields})
+    assert status == 400 and word in reply["error"]["message"], str(reply)[:300]
+
+
+def test_many_small_parts_take_linear_time(server):
+    """A body may hold hundreds of thousands of parts: none of them costs what all before it cost."""
+    part = {"type": "text", "text": "x" * 150}
+    many = [part] * 120000
+    bodies = [("/v1/messages/count_tokens", {"messages": [{"role": r, "content": many}, *CAPITAL]})
+              for r in ("user", "assistant")]
+    bodies += [("/apply-template", {"messages": [{"role": "user", "content": many}]}),
+               ("/apply-template", {"messages": [{"role": "user", "content": "x" * 100}] * 100000}),
+               ("/v1/messages/count_tokens", {"system": many, "messages": CAPITAL}),
+               ("/tokenize", {"content": "x y" * 2000000})]
+    for path, body in bodies:
+        start = time.monotonic()
+        assert server.post(path, body)[0] in (200, 400), path
+        assert time.monotonic() - start < 20, path
+
+
+def test_references_to_tools_are_bounded(server):
+    """A few bytes of a reference stand for a whole description."""
+    tools = [{"name": "big", "description": "x" * 100000, "input_schema": {"type": "object"},
+              "defer_loading": True}]
+    for count, want in ((3, 200), (600, 400), (100, 400)):
+        content = [{"type": "tool_reference", "tool_name": "big"}] * count
+        status, reply = server.post("/v1/messages/count_tokens", {"tools": tools, "messages": [
+            *CAPITAL, {"role": "assistant", "content": [
+                {"type": "tool_use", "id": "a", "name": "find", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a",
+                                          "content": content}]}]})
+        assert status == want, reply
+        assert want == 200 or "tool_reference" in reply["error"]["message"]
+
+
+def test_connections_are_bounded(server):
+    """Those past the limit are turned away; those that were there are served all the same."""
+    first = socket.create_connection((server.host, server.port))
+    rest = []
+    try:
+        for _ in range(300):
+            rest.append(socket.create_connection((server.host, server.port), timeout=5))
+        first.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b"200 OK" in first.recv(1000)
+    finally:
+        for c in rest + [first]:
+            c.close()
+    end = time.monotonic() + 10
+    while True:
+        try:
+            assert server.get("/health")[0] == 200
+            break
+        except OSError:
+            assert time.monotonic() < end
+            time.sleep(0.1)
 
 
 def test_chunked_body_past_the_limit():
@@ -219,120 +374,6 @@ def test_fuzz(server):
     assert server.chat()["choices"][0]["message"]["content"] == "The capital of France is Paris."
 
 
-# ---- clients that leave
-
-def reset(sock):
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    sock.close()
-
-
-def test_leaving_ends_the_request(server):
-    """Pitfall 46: in decode, in prefill, and while it waits; streamed and not."""
-    for hard in (False, True):
-        s = server.open_stream(LONG_TALK)
-        assert b"200 OK" in s.recv(4096)
-        reset(s) if hard else s.close()
-        assert server.wait_idle() < 2
-    long = dict(LONG_TALK, messages=[{"role": "user", "content": f"{time.time()} " + "hello " * 3500}])
-    s = server.open_stream(long)
-    time.sleep(0.1)
-    s.close()
-    assert server.wait_idle() < 2
-    data = json.dumps(LONG_TALK).encode()
-    s = socket.create_connection((server.host, server.port))
-    s.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: "
-              + str(len(data)).encode() + b"\r\n\r\n" + data)
-    time.sleep(0.3)
-    assert server.metrics()["running"] == 1
-    s.close()
-    assert server.wait_idle() < 2
-
-
-def test_leaving_the_queue_spares_the_others():
-    """Pitfall 47; and 503 with Retry-After when the queue is full."""
-    s = Server("--parallel", "1", "--queue", "1")
-    try:
-        a = s.open_stream(dict(LONG_TALK, max_tokens=300))
-        a.recv(100)
-        while s.metrics()["running"] != 1:
-            time.sleep(0.01)
-        b = s.open_stream(LONG_TALK)
-        while s.metrics()["queued"] != 1:
-            time.sleep(0.01)
-        status, headers, reply = s.request("POST", "/v1/chat/completions",
-                                           json.dumps({"messages": CAPITAL}))
-        assert status == 503 and headers["Retry-After"], reply
-        b.close()
-        out = b""
-        while b"[DONE]" not in out:
-            piece = a.recv(65536)
-            assert piece, out[-300:]
-            out += piece
-        assert b'"finish_reason":"length"' in out
-        a.close()
-        assert s.wait_idle() < 2
-    finally:
-        assert s.close() == 0
-
-
-def test_aborted_streams_leave_nothing():
-    """Pitfall 50: 50 aborted streams. Pages of keys and values are touched first, and count once."""
-    s = Server()
-    try:
-        parallel([lambda i=i: s.chat([{"role": "user", "content": f"{i} " + "hello " * 3500}],
-                                     max_tokens=1) for i in range(4)])
-
-        def abort():
-            c = s.open_stream(dict(LONG_TALK, seed=1))
-            c.recv(2000)
-            c.close()
-        for _ in range(50):
-            abort()
-        s.wait_idle()
-        before = s.metrics()
-        for _ in range(50):
-            abort()
-        s.wait_idle()
-        after = s.metrics()
-        assert after["resident_bytes"] < before["resident_bytes"] * 1.02
-        assert after["cache_entries"] == before["cache_entries"]
-    finally:
-        assert s.close() == 0
-
-
-def test_slow_reader_does_not_hold_the_engine(server):
-    s = server.open_stream(dict(LONG_TALK, max_tokens=3000))
-    start = time.monotonic()
-    for _ in range(3):
-        server.chat()
-    assert time.monotonic() - start < 5
-    s.close()
-    server.wait_idle()
-
-
-def test_slow_body_is_served(server):
-    data = json.dumps({"messages": CAPITAL, "max_tokens": 1}).encode()
-    s = socket.create_connection((server.host, server.port))
-    s.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: "
-              + str(len(data)).encode() + b"\r\n\r\n")
-    for i in range(0, len(data), 10):
-        s.sendall(data[i:i + 10])
-        time.sleep(0.02)
-    assert b"200 OK" in s.recv(4096)
-    s.close()
-
-
-def test_headers_come_at_once(server):
-    long = dict(LONG_TALK, messages=[{"role": "user", "content": f"{time.time()} " + "hello " * 3500}])
-    start = time.monotonic()
-    s = server.open_stream(long)
-    first = s.recv(4096)
-    waited = time.monotonic() - start
-    s.close()
-    assert b"200 OK" in first and waited < 0.25
-    server.wait_idle()
-
-
 # ---- errors beside others, the end
 
 def test_bad_requests_beside_good_ones(server):
@@ -341,10 +382,14 @@ def test_bad_requests_beside_good_ones(server):
         return server.chat()["choices"][0]["message"]["content"]
 
     def bad():
-        return server.chat(expect=400, messages=[{"role": "user", "content": [{"type": "zebra"}]}])
-    results = parallel([good, bad] * 8)
+        name = next(names)
+        part = {"type": name, "image_url": {"url": "data:image/png;base64,AAAA"}}
+        message = server.chat(expect=400, messages=[{"role": "user", "content": [part]}])["error"]["message"]
+        return f"'{name}'" in message, message
+    names = iter([f"zebra{i}" for i in range(31)] + ["image_url"])
+    results = parallel([good, bad] * 32)
     assert all(r == "The capital of France is Paris." for r in results[::2])
-    assert all("zebra" in r["error"]["message"] for r in results[1::2])
+    assert all(named for named, _ in results[1::2]), results
 
 
 def test_it_ends_after_what_runs():
@@ -407,6 +452,37 @@ def test_trace(tmp_path):
     assert lines[-1]["raw"] == "The capital of France is Paris."
     assert lines[-1]["cached_tokens"] == 0
     assert "".join(l["text"] for l in lines if l["event"] == "parsed") == lines[-1]["raw"]
+
+
+@pytest.mark.parametrize("path,body", [
+    ("/v1/chat/completions", {"messages": CAPITAL}), ("/v1/completions", {"prompt": "a b"}),
+    ("/v1/completions", {"prompt": [1, 2, 3]}),
+    ("/v1/messages", {"messages": CAPITAL, "max_tokens": 5}), ("/v1/responses", {"input": "a b"})])
+def test_each_request_is_traced_and_logged(tmp_path, path, body):
+    """The prompt, what the cache gave, the raw output and its parts; one line, with its figures."""
+    trace = tmp_path / "trace"
+    s = Server("--trace", str(trace))
+    try:
+        for stream in (False, True):
+            assert s.request("POST", path, json.dumps(dict(body, stream=stream)))[0] == 200
+        s.wait_idle()
+        time.sleep(0.2)
+        lines = [l for l in s.lines().splitlines() if l.startswith(f"POST {path} 200")]
+    finally:
+        assert s.close() == 0
+    assert len(lines) == 2
+    for line in lines:
+        assert re.search(r" id=\S+ prompt=[1-9]\d* cached=\d+ completion=\d+ first=\S+s rate=\S+/s "
+                         r"finish=\w+$", line), line
+    events = [json.loads(line) for line in trace.read_text().splitlines()]
+    ids = list(dict.fromkeys(e["id"] for e in events))
+    assert len(ids) == 2 and all(i in l for i, l in zip(ids, lines))
+    for one in ids:
+        of = [e for e in events if e["id"] == one]
+        assert of[0]["event"] == "prompt" and of[-1]["event"] == "end"
+        assert of[0].get("text") or of[0]["ids"] == [1, 2, 3]
+        assert {"raw", "cached_tokens", "finish", "error"} <= of[-1].keys()
+    assert os.stat(trace).st_mode & 0o77 == 0, "prompts are nobody else's business"
 
 
 def test_disk_cache_survives_a_restart(tmp_path):

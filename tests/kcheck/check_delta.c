@@ -1,11 +1,19 @@
 /* delta: chunks against one token at a time.
  *
- * Tolerances come from the recurrence in f64. Errors of S do not grow from step to step: the decay
- * is at most 1 and (I - beta k k^T) has norm at most 1 for unit k. So with T steps since the start,
- *   column j of S:  e_j = 32 u sqrt(128) (1 + sqrt(T)) kappa max_t(|S_j| + |v_j|)
- * where kappa >= 1 is how much the l2 norms magnify the convolution's rounding (its sum of
- * magnitudes over its norm). o = S^T q has |q| <= 1/sqrt(128), so its error is e_j too, and
+ * Tolerances come from the recurrence in f64, which carries along how far rounding may have led,
+ * in units of u. Errors of S do not grow from step to step: the decay is at most 1, and so is the
+ * norm of (I - beta k k^T) for unit k. What the steps add is independent, so squares add up:
+ *   element:  E_ij^2 <- decay^2 E_ij^2 + (decay beta k_i E_j)^2 + own_ij^2,  E_j: of the column
+ *   own_ij = e_decay |S_ij| + e_k,i |d_j| + |k_i| e_d,j + 2 |S_ij|
+ *   e_d,j = beta (e_v,j + M_j (4 + e_k + sqrt(128))),  M_j = max(decay M_j, |S_j| + |v_j|)
+ * M holds what a chunk still sees of its first row; e_k is the relative error of k: about 4.4 times
+ * how much the norm magnifies the convolution's rounding, and 12 more. The tolerance is SURE times
+ * that.
+ * o = S^T q has
+ *   e_j = |q| (E_j + M_j (e_q + sqrt(128)))
  *   y:  |w silu(z)| r (e_j + |o_j| r rms(e)) + 16 u |y|,   r = rsqrt(mean(o^2) + eps)
+ * Levels that round the factors of products to f16 (CUDA) are held by a coarser one, for S and o:
+ *   e_j = 32 u sqrt(128) (1 + sqrt(rows)) kappa max(|S_j| + |v_j|),  kappa: that magnification
  * The convolution's state must be the input rows bit by bit. */
 #include "kcheck.h"
 
@@ -15,7 +23,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { DIM = 128 };
+enum { DIM = 128, SURE = 2 };
 
 struct kc_delta {
     struct delta_dims dims;
@@ -31,7 +39,7 @@ struct kc_delta {
 static void kc_delta_program(struct kc *kc, const struct kc_side *side, void *user)
 {
     const struct kc_delta *c = user;
-    struct rand rand = {c->plan.seed};
+    struct rand rand = kc_cuts(kc, side, c->plan.seed);
     uint32_t done[KC_SEQS] = {0};
     struct segment segments[KC_SEQS];
     struct batch_view view;
@@ -68,85 +76,162 @@ static double kc_delta_sigmoid(double x)
     return 1 / (1 + exp(-x));
 }
 
-/* Vectors of one row and head after the convolution, in f64: q^, k^, v and kappa. */
-static double kc_delta_vectors(const struct kc_delta *c, const struct kc_seq *q, uint32_t t,
-                               uint32_t head, double vectors[3][DIM])
+/* A row's vectors for one head, after convolution and norms. Errors count in u. */
+struct kc_delta_row {
+    double q[DIM], k[DIM], v[DIM];
+    double k_error[DIM], v_error[DIM];
+    double q_length, q_relative, k_relative; /* errors of whole vectors, over their lengths */
+    double kappa;                            /* the larger one of q and k */
+    double decay, decay_relative, beta;
+};
+
+/* 128 channels from `base` on: silu(convolution), and the sum of the convolution's magnitudes. */
+static void kc_delta_conv(const struct kc_delta *c, const struct kc_seq *q, uint32_t t, size_t base,
+                          double *x, double *magnitude)
+{
+    for (size_t ch = base; ch < base + DIM; ch++) {
+        double sum = 0, all = 0;
+        for (uint32_t j = 0; j < 4; j++) {
+            double u = 0; /* row t - 3 + j, or what the state held */
+            if (t + j >= 3)
+                u = c->u[(q->first + t + j - 3) * c->channels + ch];
+            else if (q->start)
+                u = c->conv_state[(q->slot * 3 + t + j) * c->channels + ch];
+            sum += c->conv[ch * 4 + j] * u;
+            all += fabs(c->conv[ch * 4 + j] * u);
+        }
+        x[ch - base] = sum * kc_delta_sigmoid(sum);
+        magnitude[ch - base] = all;
+    }
+}
+
+/* Brings x to length `scale`; error: in the magnitudes, out the elements' errors. Returns the error
+ * of the whole over its length. */
+static double kc_delta_norm(double *x, double *error, double scale, double *kappa)
+{
+    double squares = 1e-6, errors = 0, magnitudes = 0;
+    for (size_t i = 0; i < DIM; i++) {
+        squares += x[i] * x[i];
+        magnitudes += error[i] * error[i];
+        error[i] = 4.4 * error[i] + 4 * fabs(x[i]);
+        errors += error[i] * error[i];
+    }
+    double relative = sqrt(errors / squares) + 12;
+    for (size_t i = 0; i < DIM; i++) {
+        x[i] *= scale / sqrt(squares);
+        error[i] = error[i] * scale / sqrt(squares) + relative * fabs(x[i]);
+    }
+    *kappa = fmax(*kappa, sqrt(magnitudes / squares));
+    return relative;
+}
+
+static void kc_delta_read_row(const struct kc_delta *c, const struct kc_seq *q, uint32_t t,
+                              uint32_t head, struct kc_delta_row *r)
 {
     uint32_t key_heads = c->dims.key_heads, key = head / (c->dims.value_heads / key_heads);
-    size_t base[3] = {key * DIM, (key_heads + key) * DIM, (2 * key_heads + head) * DIM};
-    double kappa = 1;
-    for (int part = 0; part < 3; part++) {
-        double squares = 0, magnitudes = 0;
-        for (size_t i = 0; i < DIM; i++) {
-            size_t ch = base[part] + i;
-            double sum = 0, magnitude = 0;
-            for (uint32_t j = 0; j < 4; j++) {
-                double x = 0; /* row t - 3 + j, or what the state held */
-                if (t + j >= 3)
-                    x = c->u[(q->first + t + j - 3) * c->channels + ch];
-                else if (q->start)
-                    x = c->conv_state[(q->slot * 3 + t + j) * c->channels + ch];
-                sum += c->conv[ch * 4 + j] * x;
-                magnitude += fabs(c->conv[ch * 4 + j] * x);
-            }
-            vectors[part][i] = sum * kc_delta_sigmoid(sum);
-            squares += vectors[part][i] * vectors[part][i];
-            magnitudes += magnitude * magnitude;
-        }
-        double scale = part == 0 ? 1 / sqrt(DIM) : 1;
-        for (size_t i = 0; i < DIM && part < 2; i++)
-            vectors[part][i] *= scale / sqrt(squares + 1e-6);
-        if (part < 2 && sqrt(magnitudes / (squares + 1e-6)) > kappa)
-            kappa = sqrt(magnitudes / (squares + 1e-6));
+    size_t row = (q->first + t) * c->dims.value_heads + head;
+    double q_error[DIM], squares = 0;
+    kc_delta_conv(c, q, t, key * DIM, r->q, q_error);
+    kc_delta_conv(c, q, t, (key_heads + key) * DIM, r->k, r->k_error);
+    kc_delta_conv(c, q, t, (2 * key_heads + head) * DIM, r->v, r->v_error);
+    r->kappa = 1;
+    r->q_relative = kc_delta_norm(r->q, q_error, 1 / sqrt(DIM), &r->kappa);
+    r->k_relative = kc_delta_norm(r->k, r->k_error, 1, &r->kappa);
+    for (size_t i = 0; i < DIM; i++) {
+        squares += r->q[i] * r->q[i];
+        r->v_error[i] = 4.4 * r->v_error[i] + 4 * fabs(r->v[i]);
     }
-    return kappa;
+    r->q_length = sqrt(squares);
+    double a = c->a[row], bias = c->dt_bias[head], rate = exp(c->a_log[head]);
+    double exponent = rate * log1p(exp(a + bias));
+    r->decay = exp(-exponent);
+    r->decay_relative =
+        2 + 8 * exponent + 2 * rate * kc_delta_sigmoid(a + bias) * (fabs(a) + fabs(bias));
+    r->beta = kc_delta_sigmoid(c->b[row]);
+}
+
+/* A head's state in f64 and how far from it rounding may lead: squares of errors, in u. */
+struct kc_delta_track {
+    double s[DIM][DIM], error[DIM][DIM];
+    double column_error[DIM];
+    double most[DIM];           /* M */
+    double kappa, largest[DIM]; /* of all rows so far, for levels that round factors */
+};
+
+static void kc_delta_step(struct kc_delta_track *w, const struct kc_delta_row *r)
+{
+    w->kappa = fmax(w->kappa, r->kappa);
+    for (size_t j = 0; j < DIM; j++) {
+        double squares = 0, d = 0, decay = r->decay, decay_error = decay * r->decay_relative;
+        for (size_t i = 0; i < DIM; i++) {
+            squares += w->s[i][j] * w->s[i][j];
+            d += decay * w->s[i][j] * r->k[i];
+        }
+        d = r->beta * (r->v[j] - d);
+        w->largest[j] = fmax(w->largest[j], sqrt(squares) + fabs(r->v[j]));
+        w->most[j] = fmax(decay * w->most[j], sqrt(squares) + fabs(r->v[j]));
+        double d_error = r->beta * (r->v_error[j] + w->most[j] * (4 + r->k_relative + sqrt(DIM)));
+        for (size_t i = 0; i < DIM; i++) {
+            double from = decay * r->beta * r->k[i], before = w->s[i][j];
+            w->s[i][j] = decay * before + r->k[i] * d;
+            double own = decay_error * fabs(before) + r->k_error[i] * fabs(d) +
+                         fabs(r->k[i]) * d_error + 2 * fabs(w->s[i][j]);
+            w->error[i][j] =
+                decay * decay * w->error[i][j] + from * from * w->column_error[j] + own * own;
+        }
+        double own =
+            decay_error * sqrt(squares) + r->k_relative * fabs(d) + d_error + 2 * w->most[j];
+        w->column_error[j] = decay * decay * w->column_error[j] + own * own;
+    }
+}
+
+/* Tolerances of one row of y: out f64 [128]. */
+static void kc_delta_bound_row(const struct kc *kc, const struct kc_delta *c, size_t row,
+                               uint32_t t, const struct kc_delta_track *w,
+                               const struct kc_delta_row *r, double *bound)
+{
+    double o[DIM] = {0}, e[DIM], square = 0, errors = 0;
+    for (size_t j = 0; j < DIM; j++) {
+        for (size_t i = 0; i < DIM; i++)
+            o[j] += w->s[i][j] * r->q[i];
+        e[j] = SURE * KC_U * r->q_length *
+               (sqrt(w->column_error[j]) + w->most[j] * (r->q_relative + sqrt(DIM)));
+        if (kc->input_rounding > 0)
+            e[j] = 32 * KC_U * sqrt(DIM) * (1 + sqrt(t + 1)) * w->kappa * w->largest[j];
+        square += o[j] * o[j] / DIM;
+        errors += e[j] * e[j] / DIM;
+    }
+    double scale = 1 / sqrt(square + c->dims.eps);
+    for (size_t j = 0; j < DIM; j++) {
+        double z = c->z[row * DIM + j], gate = fabs(c->norm[j] * z * kc_delta_sigmoid(z)) * scale;
+        bound[j] = gate * (e[j] + fabs(o[j]) * scale * sqrt(errors)) +
+                   16 * KC_U * gate * fabs(o[j]) + 1e-30;
+    }
 }
 
 /* One head of one sequence: tolerances of its y rows and of its state. */
-static void kc_delta_bound_head(const struct kc_delta *c, const struct kc_seq *q, uint32_t h,
-                                double *y_bound, double *state_bound)
+static void kc_delta_bound_head(const struct kc *kc, const struct kc_delta *c,
+                                const struct kc_seq *q, uint32_t h, double *y_bound,
+                                double *state_bound)
 {
-    static double s[DIM][DIM];
-    double kappa = 1, largest[DIM] = {0}, e[DIM];
-    for (size_t i = 0; i < DIM; i++)
-        for (size_t j = 0; j < DIM; j++)
-            s[i][j] =
-                q->start
-                    ? c->state[(((size_t)q->slot * c->dims.value_heads + h) * DIM + i) * DIM + j]
-                    : 0;
+    static struct kc_delta_track w;
+    struct kc_delta_row r;
+    size_t state = ((size_t)q->slot * c->dims.value_heads + h) * DIM * DIM;
+    memset(&w, 0, sizeof w);
+    for (size_t i = 0; i < DIM * DIM && q->start; i++)
+        w.s[i / DIM][i % DIM] = c->state[state + i];
     for (uint32_t t = 0; t < q->rows; t++) {
-        double x[3][DIM], o[DIM] = {0}, d[DIM] = {0}, norms[DIM] = {0}, square = 0, errors = 0;
         size_t row = (q->first + t) * c->dims.value_heads + h;
-        kappa = fmax(kappa, kc_delta_vectors(c, q, t, h, x));
-        double decay = exp(-exp(c->a_log[h]) * log1p(exp((double)c->a[row] + c->dt_bias[h])));
-        double beta = kc_delta_sigmoid(c->b[row]);
-        for (size_t i = 0; i < DIM; i++)
-            for (size_t j = 0; j < DIM; j++) {
-                norms[j] += s[i][j] * s[i][j];
-                s[i][j] *= decay;
-                d[j] += s[i][j] * x[1][i];
-            }
-        for (size_t i = 0; i < DIM; i++)
-            for (size_t j = 0; j < DIM; j++) {
-                s[i][j] += x[1][i] * beta * (x[2][j] - d[j]);
-                o[j] += s[i][j] * x[0][i];
-            }
-        for (size_t j = 0; j < DIM; j++) {
-            largest[j] = fmax(largest[j], sqrt(norms[j]) + fabs(x[2][j]));
-            e[j] = 32 * KC_U * sqrt(DIM) * (1 + sqrt(t + 1)) * kappa * largest[j];
-            square += o[j] * o[j] / DIM;
-            errors += e[j] * e[j] / DIM;
-        }
-        double r = 1 / sqrt(square + c->dims.eps);
-        for (size_t j = 0; j < DIM; j++) {
-            double z = c->z[row * DIM + j], gate = fabs(c->norm[j] * z * kc_delta_sigmoid(z)) * r;
-            y_bound[row * DIM + j] = gate * (e[j] + fabs(o[j]) * r * sqrt(errors)) +
-                                     16 * KC_U * gate * fabs(o[j]) + 1e-30;
-        }
+        kc_delta_read_row(c, q, t, h, &r);
+        kc_delta_step(&w, &r);
+        kc_delta_bound_row(kc, c, row, t, &w, &r, y_bound + row * DIM);
     }
-    for (size_t i = 0; i < DIM; i++)
-        for (size_t j = 0; j < DIM; j++)
-            state_bound[(((size_t)q->slot * c->dims.value_heads + h) * DIM + i) * DIM + j] = e[j];
+    for (size_t i = 0; i < DIM * DIM; i++) {
+        state_bound[state + i] = SURE * KC_U * sqrt(w.error[i / DIM][i % DIM]);
+        if (kc->input_rounding > 0)
+            state_bound[state + i] =
+                32 * KC_U * sqrt(DIM) * (1 + sqrt(q->rows)) * w.kappa * w.largest[i % DIM];
+    }
 }
 
 static void kc_delta_compare(struct kc *kc, const struct kc_delta *c)
@@ -155,7 +240,7 @@ static void kc_delta_compare(struct kc *kc, const struct kc_delta *c)
     double *y = mem_new(ys, sizeof *y), *state = mem_new(states, sizeof *state);
     for (uint32_t i = 0; i < c->plan.seqs; i++)
         for (uint32_t h = 0; h < c->dims.value_heads; h++)
-            kc_delta_bound_head(c, &c->plan.seq[i], h, y, state);
+            kc_delta_bound_head(kc, c, &c->plan.seq[i], h, y, state);
     kc_compare(kc, c->y, NULL, y, ys);
     kc_compare(kc, c->states, NULL, state, states); /* tolerance 0 where a slot was not touched */
     kc_compare_bytes(kc, c->conv_states);
@@ -163,7 +248,16 @@ static void kc_delta_compare(struct kc *kc, const struct kc_delta *c)
     free(state);
 }
 
-/* Decays of every kind: usual ones, none at all, complete (g = -30 and below), and alternating. */
+/* Every row like the first, in q and k: from the fourth row on keys are equal, bit by bit. */
+static void kc_delta_equal_keys(struct kc_delta *c)
+{
+    for (size_t row = 1; row < c->plan.total; row++)
+        memcpy(c->u + row * c->channels, c->u, (c->channels - c->values) * sizeof *c->u);
+}
+
+/* Decays of every kind: usual ones, none at all, complete (g = -30 and below), and alternating.
+ * Then equal keys with beta = 1, where a chunk's triangular system is as far from diagonal as can
+ * be: without decay, and with a complete one now and then. */
 static void kc_delta_gates(struct kc *kc, struct kc_delta *c, uint32_t kind)
 {
     uint32_t heads = c->dims.value_heads;
@@ -175,9 +269,15 @@ static void kc_delta_gates(struct kc *kc, struct kc_delta *c, uint32_t kind)
             c->a[i] = 40;
         else if (kind == 3)
             c->a[i] = row % 2 ? 40 : -60;
+        else if (kind == 4 || kind == 5)
+            c->a[i] = kind == 5 && kc_chance(kc, 0.1) ? 200 : -60;
+        if (kind == 4 || kind == 5)
+            c->b[i] = 40;
         if (kc_chance(kc, 0.02))
             c->b[i] = kc_chance(kc, 0.5) ? 40 : -40;
     }
+    if (kind == 4 || kind == 5)
+        kc_delta_equal_keys(c);
     for (uint32_t h = 0; h < heads; h++) {
         c->a_log[h] = (float)log(0.01 + 16 * rand_unit(&kc->rand));
         if (kind == 2 || kind == 3)
@@ -220,8 +320,8 @@ void kc_check_delta(struct kc *kc)
     static const uint32_t edge_rows[] = {1,  2,  3,  4,  5,  7,  8,   9,   15,  16,  17, 31,
                                          32, 33, 63, 64, 65, 96, 127, 128, 129, 200, 64, 64};
     static const uint32_t edge_heads[][2] = {{1, 1}, {1, 2}, {2, 4}, {2, 2}, {1, 4}, {3, 6}};
-    struct kc_delta c = {.dims = {.eps = 1e-6f}};
-    uint32_t gates = kc_between(kc, 0, 5), index = (uint32_t)kc->index;
+    struct kc_delta c = {.dims = {.eps = kc_eps(kc)}};
+    uint32_t gates = kc_between(kc, 0, 7), index = (uint32_t)kc->index;
     if (kc->pool == KC_REAL) { /* decode of 1 and of 4, a prefill */
         c.dims.key_heads = 16;
         c.dims.value_heads = 32;
@@ -233,7 +333,7 @@ void kc_check_delta(struct kc *kc)
         c.dims.value_heads = edge_heads[index % 6][1];
         kc_plan_make(kc, &c.plan, index % 4 == 3 ? 2 : 1, edge_rows[index], true, 5 * (index % 2));
         c.plan.chunked &= index % 3 == 0; /* else the length itself is the edge */
-        gates = index >= 20 ? index - 20 : gates;
+        gates = index >= 18 ? index - 18 : gates;
     } else {
         const uint32_t *heads = edge_heads[kc_between(kc, 0, 5)];
         c.dims.key_heads = heads[0];

@@ -4,7 +4,6 @@
 
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 struct kc_embed {
     struct kc_weight *table;
@@ -58,6 +57,8 @@ void kc_check_embed(struct kc *kc)
     for (uint32_t r = 0; r < rows; r++)
         tokens[r] = (int32_t)kc_between(kc, 0, vocab - 1);
     tokens[0] = (int32_t)vocab - 1;
+    if (rows > 1)
+        tokens[rows / 2] = -1;
     c.table = kc_weight(kc, kind, bits, group, 1, vocab, cols);
     kc_weight_load(kc, c.table);
     c.segment = (struct segment){.rows = rows};

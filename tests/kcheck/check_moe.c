@@ -5,7 +5,8 @@
  * e_l and leaves out nothing larger than its last by more than e_l; but of experts with equal
  * router rows the lower id comes first. Weights for the ids chosen: w (4 max e_l + 16 u).
  *
- * moe_experts. Of one expert, with e_g, e_u the dot bounds of its two projections:
+ * moe_experts. Of one expert, with e_g, e_u the dot bounds of its two projections (kc_dot_bound and
+ * kc_peak_bound):
  *   e_a = 1.1 e_g |u| + |silu(g)| e_u + 1.1 e_g e_u + 8 u |a|
  *   e_y = dot bound of down a  +  2 sqrt(sum w^2 e_a^2)
  * and x: sum of scale e_y over experts + 4 u (|x| + sum of |scale y|). */
@@ -33,17 +34,20 @@ struct kc_route {
 static void kc_route_program(struct kc *kc, const struct kc_side *side, void *user)
 {
     const struct kc_route *c = user;
-    struct moe_route_args args = {.rows = c->rows,
-                                  .dims = c->dims,
-                                  .x = kc_at(c->x, side),
+    struct rand cuts = kc_cuts(kc, side, c->rows);
+    struct moe_route_args args = {.dims = c->dims,
                                   .gain = kc_at(c->gain, side),
                                   .router = kc_w(c->router, side),
-                                  .shared_router = kc_w(c->shared_router, side),
-                                  .h = kc_at(c->h, side),
-                                  .ids = kc_at(c->ids, side),
-                                  .weights = kc_at(c->weights, side),
-                                  .shared_gate = kc_at(c->shared_gate, side)};
-    KC_CALL(kc, side, moe_route, &args);
+                                  .shared_router = kc_w(c->shared_router, side)};
+    for (uint64_t first = 0; first < c->rows; first += args.rows) {
+        args.rows = kc_piece(kc, side, &cuts, c->rows - (uint32_t)first);
+        args.x = span_at(kc_at(c->x, side), first * c->dims.hidden * 4);
+        args.h = span_at(kc_at(c->h, side), first * c->dims.hidden * 4);
+        args.ids = span_at(kc_at(c->ids, side), first * c->dims.topk * 4);
+        args.weights = span_at(kc_at(c->weights, side), first * c->dims.topk * 4);
+        args.shared_gate = span_at(kc_at(c->shared_gate, side), first * 4);
+        KC_CALL(kc, side, moe_route, &args);
+    }
 }
 
 /* Exact logit of one expert and its bound, from h in f64. */
@@ -161,36 +165,57 @@ static void kc_route_duplicate(struct kc_weight *kw, uint32_t a, uint32_t b)
     }
 }
 
-/* Dims of a case; kind, bits and group of its weights. */
+enum {
+    KC_MOE_ROWS = 17,
+    KC_MOE_WIDE = 38, /* of the experts alone: the real width, and so few that tiles are used */
+};
+
+/* Dims of a case; kind, bits and group of its weights. The first edge cases take every row count
+ * with the layout that fast kernels are made for, the next ones with any. */
 static void kc_moe_shape(struct kc *kc, uint32_t *rows, struct moe_dims *dims,
                          enum weight_kind *kind, uint32_t *bits, uint32_t *group)
 {
     static const uint32_t real_rows[] = {1, 4, 33},
                           edge_experts[] = {1, 2, 8, 31, 32, 33, 128, 257};
-    static const uint32_t edge_rows[] = {1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 65};
+    static const uint32_t edge_rows[KC_MOE_ROWS] = {1,  2,  3,  4,  5,  7,  8,  9, 15,
+                                                    16, 17, 31, 32, 33, 63, 64, 65};
     uint32_t i = (uint32_t)kc->index;
     *kind = WEIGHT_AFFINE;
     *bits = 4;
     *group = 64;
-    *dims = (struct moe_dims){.eps = 1e-6f, .renormalise = true};
-    if (kc->pool == KC_REAL) {
-        *rows = real_rows[i];
+    *dims = (struct moe_dims){.eps = kc_eps(kc), .renormalise = true};
+    bool wide = kc->pool == KC_EDGE && i == KC_MOE_WIDE;
+    if (kc->pool == KC_REAL || wide) {
+        *rows = wide ? 17 : real_rows[i];
         dims->hidden = 2048;
-        dims->experts = 256;
-        dims->topk = 8;
+        dims->experts = wide ? 2 : 256;
+        dims->topk = wide ? 2 : 8;
         dims->width = dims->shared_width = 512;
         return;
     }
-    *rows = kc->pool == KC_EDGE ? edge_rows[i % 12] : kc_between(kc, 1, 40);
-    *bits = kc_pick_bits(kc);
-    *group = kc->pool == KC_EDGE ? 32u << i % 3 : kc_pick_group(kc);
+    bool edge = kc->pool == KC_EDGE, usual = edge && i < KC_MOE_ROWS;
+    *rows = edge ? edge_rows[i % KC_MOE_ROWS] : kc_between(kc, 1, 40);
+    if (!usual) {
+        *bits = kc_pick_bits(kc);
+        *group = edge ? 32u << i % 3 : kc_pick_group(kc);
+    }
     dims->hidden = *group * kc_between(kc, 1, 4);
     dims->width = *group * kc_between(kc, 1, 3);
     dims->shared_width = *group * kc_between(kc, 1, 3);
-    dims->experts = kc->pool == KC_EDGE ? edge_experts[i % 8] : kc_between(kc, 1, 40);
+    dims->experts = edge ? edge_experts[i % 8] : kc_between(kc, 1, 40);
+    if (edge && i >= 2 * KC_MOE_ROWS) { /* enough pairs an expert for the largest tiles */
+        *rows = 97;
+        dims->experts = i % 3 == 1 ? 1 : i % 3 == 2 ? 3 : 8;
+    }
+    if (edge && i == 2 * KC_MOE_ROWS + 3) { /* many rows, and little else */
+        *rows = 1025;
+        *bits = 4;
+        *group = dims->hidden = dims->width = dims->shared_width = 64;
+        dims->experts = 1;
+    }
     dims->topk = kc_between(kc, 1, dims->experts < 10 ? dims->experts : 10);
     dims->renormalise = kc_chance(kc, 0.8);
-    if (kc_chance(kc, 0.3)) {
+    if (kc_chance(kc, 0.3) && !usual && *rows < 1000) {
         *kind = kc_chance(kc, 0.5) ? WEIGHT_BF16 : WEIGHT_F32;
         dims->hidden += kc_chance(kc, 0.5) ? 0 : 5;
         dims->width += kc_chance(kc, 0.5) ? 0 : 3;
@@ -203,7 +228,8 @@ void kc_check_moe_route(struct kc *kc)
     enum weight_kind kind;
     uint32_t bits, group;
     kc_moe_shape(kc, &c.rows, &c.dims, &kind, &bits, &group);
-    bits = kc->pool == KC_REAL ? 8 : bits;
+    if (kc->pool == KC_REAL || (kc->pool == KC_EDGE && kc->index < KC_MOE_ROWS))
+        bits = 8; /* as routers have in published checkpoints */
     size_t n = (size_t)c.rows * c.dims.hidden, chosen = (size_t)c.rows * c.dims.topk * 4;
     float *x = kc_normal(kc, n, 2), *gain = kc_normal(kc, c.dims.hidden, 0.3);
     for (uint32_t k = 0; k < c.dims.hidden; k++)
@@ -245,29 +271,32 @@ struct kc_experts {
 static void kc_experts_program(struct kc *kc, const struct kc_side *side, void *user)
 {
     const struct kc_experts *c = user;
-    struct moe_experts_args args = {.rows = c->rows,
-                                    .dims = c->dims,
-                                    .h = kc_at(c->h, side),
-                                    .ids = kc_at(c->ids, side),
-                                    .weights = kc_at(c->weights, side),
-                                    .shared_gate = kc_at(c->shared_gate, side),
+    struct rand cuts = kc_cuts(kc, side, c->rows);
+    struct moe_experts_args args = {.dims = c->dims,
                                     .gate = kc_w(c->gate, side),
                                     .up = kc_w(c->up, side),
                                     .down = kc_w(c->down, side),
                                     .shared_gate_proj = kc_w(c->shared_gate_proj, side),
                                     .shared_up = kc_w(c->shared_up, side),
-                                    .shared_down = kc_w(c->shared_down, side),
-                                    .x = kc_at(c->x, side)};
-    KC_CALL(kc, side, moe_experts, &args);
+                                    .shared_down = kc_w(c->shared_down, side)};
+    for (uint64_t first = 0; first < c->rows; first += args.rows) {
+        args.rows = kc_piece(kc, side, &cuts, c->rows - (uint32_t)first);
+        args.h = span_at(kc_at(c->h, side), first * c->dims.hidden * 4);
+        args.ids = span_at(kc_at(c->ids, side), first * c->dims.topk * 4);
+        args.weights = span_at(kc_at(c->weights, side), first * c->dims.topk * 4);
+        args.shared_gate = span_at(kc_at(c->shared_gate, side), first * 4);
+        args.x = span_at(kc_at(c->x, side), first * c->dims.hidden * 4);
+        KC_CALL(kc, side, moe_experts, &args);
+    }
 }
 
-/* Dot of one stored row and x, and its bound. Scratch: f32 [2, cols]. */
+/* Dot of one stored row and x, and its bound. Scratch: f32 [2, cols]; peak: kc_peaks of x. */
 static double kc_experts_dot(const struct kc *kc, const struct weight *w, uint32_t item,
-                             uint32_t row, const double *x, const double *x_error, float *scratch,
-                             double *bound)
+                             uint32_t row, const double *x, const double *x_error,
+                             const double *peak, float *scratch, double *bound)
 {
     float *most = scratch + w->cols;
-    double sum = 0, magnitude = 0, squares = 0, carried = 0;
+    double sum = 0, magnitude = 0, squares = 0, carried = 0, peaks = 0;
     cpu_weight_read_row(w, item, row, scratch);
     kc_weight_bound(w, item, row, most);
     for (uint32_t k = 0; k < w->cols; k++) {
@@ -275,10 +304,12 @@ static double kc_experts_dot(const struct kc *kc, const struct weight *w, uint32
         sum += term;
         magnitude += most[k] * fabs(x[k]);
         squares += term * term;
+        peaks += scratch[k] * peak[k] * scratch[k] * peak[k];
         if (x_error)
             carried += scratch[k] * x_error[k] * scratch[k] * x_error[k];
     }
-    *bound = kc_dot_bound(kc, magnitude, squares, w->cols) + 2 * sqrt(carried);
+    *bound =
+        kc_dot_bound(kc, magnitude, squares, w->cols) + kc_peak_bound(peaks) + 2 * sqrt(carried);
     return sum;
 }
 
@@ -289,21 +320,25 @@ static void kc_experts_bound(const struct kc *kc, const struct weight *gate,
 {
     uint32_t width = gate->rows, longest = width > gate->cols ? width : gate->cols;
     double *a = mem_new(width, sizeof *a), *e_a = mem_new(width, sizeof *e_a);
+    double *peak = mem_new(longest, sizeof *peak);
     float *scratch = mem_new(2 * (size_t)longest, sizeof *scratch);
+    kc_peaks(kc, gate, h, peak);
     for (uint32_t o = 0; o < width; o++) {
-        double e_g, e_u, g = kc_experts_dot(kc, gate, item, o, h, NULL, scratch, &e_g);
-        double u = kc_experts_dot(kc, up, item, o, h, NULL, scratch, &e_u);
+        double e_g, e_u, g = kc_experts_dot(kc, gate, item, o, h, NULL, peak, scratch, &e_g);
+        double u = kc_experts_dot(kc, up, item, o, h, NULL, peak, scratch, &e_u);
         double s = g * kc_moe_sigmoid(g);
         a[o] = s * u;
         e_a[o] = 1.1 * e_g * fabs(u) + fabs(s) * e_u + 1.1 * e_g * e_u + 8 * KC_U * fabs(a[o]);
     }
+    kc_peaks(kc, down, a, peak);
     for (uint32_t o = 0; o < down->rows; o++) {
-        double e, y = kc_experts_dot(kc, down, item, o, a, e_a, scratch, &e);
+        double e, y = kc_experts_dot(kc, down, item, o, a, e_a, peak, scratch, &e);
         tolerance[o] += fabs(scale) * e;
         magnitude[o] += fabs(scale * y);
     }
     free(a);
     free(e_a);
+    free(peak);
     free(scratch);
 }
 

@@ -2,8 +2,6 @@
  * the logarithm turns the relative error of the sum into an absolute one. */
 #include "kcheck.h"
 
-#include "base/mem.h"
-
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -54,8 +52,10 @@ static float *kc_sample_logits(struct kc *kc, uint32_t rows, uint32_t vocab, boo
             else if (temper == 4)
                 row[i] = row[i] > 0 ? 0.0f : -0.0f;
         }
-        if (temper == 5)
-            row[kc_between(kc, 0, vocab - 1)] = NAN;
+        if (temper == 5) { /* at an end as often as between */
+            uint32_t last = vocab - 1, at[] = {0, last, kc_between(kc, 0, last)};
+            row[at[kc_between(kc, 0, 2)]] = NAN;
+        }
         if (temper == 6)
             row[kc_between(kc, 0, vocab - 1)] = INFINITY;
         if (temper == 7 || temper == 2) /* the best one at an end */
@@ -70,8 +70,8 @@ static float *kc_sample_logits(struct kc *kc, uint32_t rows, uint32_t vocab, boo
 
 static void kc_sample_shape(struct kc *kc, struct kc_sample *c)
 {
-    static const uint32_t edge[] = {1,  2,   3,   31,  32,   33,   63,  64,
-                                    65, 255, 256, 257, 1023, 1025, 4097};
+    static const uint32_t edge[] = {1,   2,   3,   31,   32,   33,   63,    64,    65,
+                                    255, 256, 257, 1023, 1025, 4097, 16383, 16384, 16385};
     c->rows = kc_between(kc, 1, 12);
     c->vocab = kc_between(kc, 1, 3000);
     if (kc->pool == KC_REAL) {

@@ -280,14 +280,18 @@ bool kc_run(struct kc *kc, void (*program)(struct kc *, const struct kc_side *, 
     for (int run = 0; run < 3; run++) {
         struct kc_side side = {.run = run,
                                .device = run ? kc->dev : kc->ref,
-                               .ops = run ? kc->ops : device_ops(kc->ref)};
+                               .ops = run == 0               ? device_ops(kc->ref)
+                                      : run == 2 && kc->twin ? device_ops(kc->twin)
+                                                             : kc->ops};
         kc_run_side(kc, &side, program, user);
     }
     for (int i = 0; i < kc->buf_count; i++) {
         const struct kc_buf *b = &kc->bufs[i];
         bool compare = (b->use == KC_OUT || b->use == KC_HOST) && !kc->bench;
         if (compare && memcmp(b->result[1], b->result[2], b->bytes))
-            kc_fail(kc, "%s: two runs differ", b->name);
+            kc_fail(kc, "%s: two runs differ%s%s", b->name,
+                    kc->deterministic ? ", which are cut differently" : "",
+                    kc->twin ? ", the second by the level whose bits this one promises" : "");
     }
     return !kc->failed;
 }

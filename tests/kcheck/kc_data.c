@@ -42,6 +42,24 @@ double kc_dot_bound(const struct kc *kc, double sum_abs, double sum_squares, siz
            4 * sqrt(2 * sum_squares) * kc->input_rounding;
 }
 
+void kc_peaks(const struct kc *kc, const struct weight *w, const double *h, double *p)
+{
+    bool rounds = kc->integer_inputs && w->kind == WEIGHT_AFFINE && w->bits == 4 && w->group == 64;
+    for (uint32_t block = 0; block < w->cols; block += 64) {
+        uint32_t end = w->cols - block < 64 ? w->cols : block + 64;
+        double top = 0;
+        for (uint32_t k = block; k < end && rounds; k++)
+            top = fmax(top, fabs(h[k]));
+        for (uint32_t k = block; k < end; k++)
+            p[k] = top;
+    }
+}
+
+double kc_peak_bound(double sum_squares)
+{
+    return 4 * KC_U_I16 * sqrt(sum_squares);
+}
+
 void kc_plan_make(struct kc *kc, struct kc_plan *plan, uint32_t seqs, uint32_t rows, bool exact,
                   uint32_t resume)
 {
@@ -68,13 +86,32 @@ void kc_plan_make(struct kc *kc, struct kc_plan *plan, uint32_t seqs, uint32_t r
     plan->tokens = kc_buf(kc, "tokens", KC_STAGE, NULL, plan->total * 4ull);
 }
 
+/* This run has to be bit-equal with one that was cut otherwise. */
+static bool kc_cut_again(const struct kc *kc, const struct kc_side *side)
+{
+    return kc->deterministic && side->run == 2;
+}
+
+struct rand kc_cuts(const struct kc *kc, const struct kc_side *side, uint64_t seed)
+{
+    return (struct rand){seed ^ (kc_cut_again(kc, side) ? 0x9e3779b97f4a7c15u : 0)};
+}
+
+uint32_t kc_piece(const struct kc *kc, const struct kc_side *side, struct rand *cuts, uint32_t left)
+{
+    if (!kc_cut_again(kc, side))
+        return left;
+    return 1 + (uint32_t)rand_below(cuts, rand_below(cuts, 2) && left > 6 ? 6 : left);
+}
+
 /* How many rows of sequence i go into the next batch. */
-static uint32_t kc_plan_take(const struct kc_side *side, const struct kc_plan *plan,
-                             struct rand *rand, uint32_t left, bool first)
+static uint32_t kc_plan_take(const struct kc *kc, const struct kc_side *side,
+                             const struct kc_plan *plan, struct rand *rand, uint32_t left,
+                             bool first)
 {
     if (side->run == 0)
         return first && left ? 1 : 0;
-    if (!plan->chunked || left == 0)
+    if ((!plan->chunked && !kc_cut_again(kc, side)) || left == 0)
         return left;
     switch (rand_below(rand, 4)) {
     case 0:
@@ -100,7 +137,7 @@ bool kc_plan_next(struct kc *kc, const struct kc_side *side, const struct kc_pla
     for (uint32_t turn = 0; rows == 0; turn++)
         for (uint32_t i = 0; i < plan->seqs; i++) {
             const struct kc_seq *q = &plan->seq[i];
-            uint32_t n = kc_plan_take(side, plan, rand, q->rows - done[i], rows == 0);
+            uint32_t n = kc_plan_take(kc, side, plan, rand, q->rows - done[i], rows == 0);
             if (n == 0)
                 continue;
             segments[count++] = (struct segment){

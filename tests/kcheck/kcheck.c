@@ -1,8 +1,6 @@
 /* The driver: options, levels, pools, report. */
 #include "kcheck.h"
 
-#include "base/mem.h"
-
 #include <getopt.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -12,12 +10,12 @@ const struct kc_op kc_ops[] = {
     {"embed", {2, 27}, kc_check_embed},
     {"linear", {KC_LINEAR_REAL, KC_LINEAR_EDGE}, kc_check_linear},
     {"delta", {3, 24}, kc_check_delta},
-    {"kv_append", {3, 24}, kc_check_kv_append},
-    {"attention", {3, 24}, kc_check_attention},
-    {"moe_route", {3, 24}, kc_check_moe_route},
-    {"moe_experts", {3, 24}, kc_check_moe_experts},
-    {"argmax", {2, 15}, kc_check_argmax},
-    {"top", {2, 15}, kc_check_top},
+    {"kv_append", {3, 26}, kc_check_kv_append},
+    {"attention", {5, 27}, kc_check_attention},
+    {"moe_route", {3, 34}, kc_check_moe_route},
+    {"moe_experts", {3, 39}, kc_check_moe_experts},
+    {"argmax", {2, 18}, kc_check_argmax},
+    {"top", {2, 18}, kc_check_top},
     {"copy", {3, 11}, kc_check_copy},
 };
 const int kc_op_count = sizeof kc_ops / sizeof kc_ops[0];
@@ -26,9 +24,9 @@ static const char *const kc_pool_names[KC_POOLS] = {"real", "edge", "random"};
 
 struct kc_options {
     uint64_t seed;
-    const char *op, *level, *pool, *csv;
+    const char *op, *level, *pool, *csv, *without;
     int cases, every;
-    bool bench, self_test;
+    bool bench, self_test, deterministic;
 };
 
 struct kc_totals {
@@ -39,15 +37,25 @@ struct kc_totals {
 static double kc_seconds_below[16][16];
 
 /* Levels whose kernels keep f32 inputs everywhere. The others may round both factors of the large
- * products (linear, moe_experts, attention) to bf16; the router and delta never. */
+ * products (linear, moe_experts, attention) to bf16; the router never; of the delta rule's chunks
+ * CUDA rounds factors to f16. */
 static double kc_input_rounding(const char *level, const char *op)
 {
-    static const char *const exact[] = {"cpu/ref", "cpu/avx2", "cpu/neon", "metal"};
+    if (!strcmp(op, "delta"))
+        return strncmp(level, "cuda", 4) ? 0 : KC_U_F16;
+    static const char *const exact[] = {"cpu/ref",  "cpu/avx2", "cpu/avx512",
+                                        "cpu/neon", "cpu/i8mm", "metal/simdgroup"};
     for (size_t i = 0; i < sizeof exact / sizeof exact[0]; i++)
         if (!strcmp(level, exact[i]))
             return 0;
     bool large = !strcmp(op, "linear") || !strcmp(op, "moe_experts") || !strcmp(op, "attention");
     return large ? KC_U_BF16 : 0;
+}
+
+/* The level whose bits this one promises, or null. Its ops work on this one's device. */
+static const char *kc_twin(const char *level)
+{
+    return !strcmp(level, "cpu/i8mm") ? "cpu/neon" : NULL;
 }
 
 static uint64_t kc_case_seed(uint64_t seed, int op, int pool, int index)
@@ -59,11 +67,12 @@ static uint64_t kc_case_seed(uint64_t seed, int op, int pool, int index)
 
 /* ---- one case ----------------------------------------------------------------------------- */
 
-static struct device *kc_open(const char *level)
+static struct device *kc_open(const char *level, bool deterministic, const char *without)
 {
     struct device *device = NULL;
     struct err err = {0};
-    struct device_options options = {.name = level};
+    struct device_options options = {
+        .name = level, .deterministic = deterministic, .without = without};
     if (!device_open(&options, &device, &err)) {
         fprintf(stderr, "kcheck: %s\n", err.text);
         exit(2);
@@ -127,18 +136,25 @@ static void kc_run_op(const struct kc_options *o, int op, const char *level, dou
                       struct kc_totals *all)
 {
     struct kc_totals totals = {0};
-    struct kc kc = {.op = kc_ops[op].name, .level = level, .bench = o->bench};
+    struct kc kc = {.op = kc_ops[op].name,
+                    .level = level,
+                    .bench = o->bench,
+                    .deterministic = o->deterministic};
     char worst[40] = "";
     double most = 0;
     kc.input_rounding = kc_input_rounding(level, kc.op);
+    kc.integer_inputs = !strncmp(level, "cpu/", 4) && strcmp(level, "cpu/ref") != 0;
     for (int pool = 0; pool < KC_POOLS; pool++) {
         int cases = kc_pool_cases(o, op, pool);
         if (cases == 0)
             continue;
-        kc.ref =
-            kc_open("cpu/ref"); /* afresh, because a device keeps its weights until it closes */
-        kc.dev = kc_open(level);
+        /* Afresh, because a device keeps its weights until it closes. */
+        kc.ref = kc_open("cpu/ref", false, NULL);
+        kc.dev = kc_open(level, o->deterministic, o->without);
         kc.ops = device_ops(kc.dev);
+        kc.twin = kc_twin(level) && !o->bench
+                      ? kc_open(kc_twin(level), o->deterministic, o->without)
+                      : NULL;
         kc.pool = (enum kc_pool)pool;
         for (kc.index = 0; kc.index < cases; kc.index += o->every) {
             kc.worst = 0;
@@ -150,6 +166,7 @@ static void kc_run_op(const struct kc_options *o, int op, const char *level, dou
             if (o->bench && !kc.failed && !kc.skipped)
                 kc_bench_line(&kc, op, peak, csv);
         }
+        device_close(kc.twin);
         device_close(kc.dev);
         device_close(kc.ref);
         kc_weights_free(&kc);
@@ -166,8 +183,8 @@ static void kc_run_op(const struct kc_options *o, int op, const char *level, dou
 static double kc_peak(const char *level)
 {
     struct kc kc = {.op = "copy", .level = level, .pool = KC_REAL, .index = 2, .bench = true};
-    kc.ref = kc_open("cpu/ref");
-    kc.dev = kc_open(level);
+    kc.ref = kc_open("cpu/ref", false, NULL);
+    kc.dev = kc_open(level, false, NULL);
     kc.ops = device_ops(kc.dev);
     kc_check_copy(&kc);
     kc_case_free(&kc);
@@ -192,6 +209,8 @@ static int kc_run_all(const struct kc_options *o)
     const char *level;
     for (int l = 0; (level = device_name(l)); l++) {
         if (o->level && strcmp(o->level, level))
+            continue;
+        if (o->deterministic && strncmp(level, "cpu/", 4)) /* other backends refuse to be */
             continue;
         double peak = o->bench ? kc_peak(level) : 0;
         if (o->bench)
@@ -224,8 +243,8 @@ static int kc_self_test(const struct kc_options *o)
         int op = 0;
         while (strcmp(kc_ops[op].name, kc_faults[f].op))
             op++;
-        kc.ref = kc_open("cpu/ref");
-        kc.dev = kc_open("cpu/ref");
+        kc.ref = kc_open("cpu/ref", false, NULL);
+        kc.dev = kc_open("cpu/ref", false, NULL);
         struct ops ops = *device_ops(kc.dev);
         kc_faults[f].plant(&ops);
         kc.ops = &ops;
@@ -256,6 +275,8 @@ static void kc_help(void)
            "  --pool NAME  only real, edge or random shapes\n"
            "  --cases N    random cases an op (default 20)\n"
            "  --every N    only every N-th case of a pool\n"
+           "  --without NAME  the CUDA level without a technique, as calla bench --ablate has it\n"
+           "  --deterministic  opens levels so, and cuts the second run of a case otherwise\n"
            "  --bench      times the real shapes; --csv FILE keeps the figures\n"
            "  --self-test  plants faults, each of which must be caught\n");
 }
@@ -270,8 +291,10 @@ int main(int argc, char **argv)
                                             {"csv", required_argument, 0, 'c'},
                                             {"bench", no_argument, 0, 'b'},
                                             {"self-test", no_argument, 0, 't'},
+                                            {"deterministic", no_argument, 0, 'd'},
                                             {"help", no_argument, 0, 'h'},
                                             {"every", required_argument, 0, 'e'},
+                                            {"without", required_argument, 0, 'w'},
                                             {0, 0, 0, 0}};
     struct kc_options o = {.seed = 1, .cases = 20, .every = 1};
     int c;
@@ -290,8 +313,12 @@ int main(int argc, char **argv)
             o.every = (int)strtol(optarg, NULL, 10);
         else if (c == 'c')
             o.csv = optarg;
+        else if (c == 'w')
+            o.without = optarg;
         else if (c == 'b')
             o.bench = true;
+        else if (c == 'd')
+            o.deterministic = true;
         else if (c == 't')
             o.self_test = true;
         else {
@@ -300,5 +327,10 @@ int main(int argc, char **argv)
         }
     }
     o.every = o.every > 0 ? o.every : 1;
+    if (o.bench && o.deterministic) {
+        fprintf(stderr,
+                "kcheck: --bench repeats calls, which --deterministic compares; choose one\n");
+        return 2;
+    }
     return o.self_test ? kc_self_test(&o) : kc_run_all(&o);
 }

@@ -2,9 +2,11 @@
  *
  * A case builds inputs from its seed, then runs one program three times: on cpu/ref, and twice on
  * the tested device. Inputs must come back unchanged, the bytes around every buffer too, the two
- * runs must be bit-equal, and each output must lie within a tolerance that the case derives from
+ * runs must be bit-equal (the second is made by the level whose bits the tested one promises, if
+ * there is one), and each output must lie within a tolerance that the case derives from
  * its own inputs. A program that drives a stateful op runs one token at a time on the reference
- * and in random chunks on the tested device. */
+ * and in random chunks on the tested device. With --deterministic the second run on the tested
+ * device cuts its rows and chunks differently from the first, and must be bit-equal still. */
 #ifndef KCHECK_H
 #define KCHECK_H
 
@@ -17,6 +19,8 @@ enum { KC_GUARD = 256, KC_ITEMS = 64 };
 
 #define KC_U 0x1p-24     /* half the distance of 1 to the next f32: relative rounding error */
 #define KC_U_BF16 0x1p-9 /* the same for bf16 */
+#define KC_U_F16 0x1p-12
+#define KC_U_I16 0x1p-16 /* half a step of 16-bit integers, of their largest */
 
 enum kc_pool { KC_REAL, KC_EDGE, KC_RANDOM, KC_POOLS };
 
@@ -52,12 +56,15 @@ struct kc {
     /* set by the driver */
     struct device *ref, *dev;
     const struct ops *ops; /* of dev; a planted fault replaces one */
+    struct device *twin;   /* of the level whose bits dev promises, or null */
     const char *op, *level;
     enum kc_pool pool;
     int index;
     struct rand rand;
-    double input_rounding; /* of the inputs of large products: 0, or KC_U_BF16 */
+    double input_rounding; /* of the inputs of large products: 0, KC_U_BF16 or KC_U_F16 */
+    bool integer_inputs;   /* fast_tile.h: of products with codes of 4 bits in groups of 64 */
     bool bench;
+    bool deterministic; /* dev was opened so */
     /* set by the case */
     char shape[160];
     double flops, bytes; /* of one call, for --bench */
@@ -95,7 +102,7 @@ void kc_check_moe_route(struct kc *kc);
 void kc_check_moe_experts(struct kc *kc);
 void kc_check_argmax(struct kc *kc);
 void kc_check_top(struct kc *kc);
-enum { KC_LINEAR_REAL = 10, KC_LINEAR_EDGE = 60 };
+enum { KC_LINEAR_REAL = 13, KC_LINEAR_EDGE = 69 };
 
 /* ---- kc_case.c: buffers, weights, runs ---------------------------------------------------- */
 
@@ -131,6 +138,13 @@ void kc_stage_write(struct kc *kc, const struct kc_side *side, struct kc_buf *b,
 void kc_stage_poison(struct kc *kc, const struct kc_side *side, struct kc_buf *b);
 void kc_stage_read(struct kc *kc, const struct kc_side *side, struct kc_buf *b, void *data,
                    uint64_t bytes);
+
+/* A norm's epsilon: the real one, or in every other case of the other pools one so large that an
+ * op that forgets it shows. */
+static inline float kc_eps(const struct kc *kc)
+{
+    return kc->pool != KC_REAL && kc->index % 2 ? 0.25f : 1e-6f;
+}
 
 /* Runs the program on all three sides and makes the checks that need no tolerance. False when the
  * case is over (failed or skipped). */
@@ -169,6 +183,12 @@ uint32_t kc_pick_group(struct kc *kc);
  * u_in = 2^-9 where a level rounds both factors to bf16. */
 double kc_dot_bound(const struct kc *kc, double sum_abs, double sum_squares, size_t n);
 
+/* What rounding h to 16-bit integers adds to that, where a level does so for products with w:
+ *   4 u_16 sqrt(sum w^2 p^2),  u_16 = 2^-16, p the largest |h| of the block of 64
+ * kc_peaks sets p [cols] of a row h [cols], or zeros; sum_squares is of w p. */
+void kc_peaks(const struct kc *kc, const struct weight *w, const double *h, double *p);
+double kc_peak_bound(double sum_squares);
+
 /* Sequences with lengths and slots of their own, cut into batches. */
 enum { KC_SEQS = 6 };
 
@@ -188,6 +208,15 @@ struct kc_plan {
 /* Up to `seqs` sequences of up to `rows` rows (`exact` rows when set). start > 0 where `resume`. */
 void kc_plan_make(struct kc *kc, struct kc_plan *plan, uint32_t seqs, uint32_t rows, bool exact,
                   uint32_t resume);
+
+/* What a side cuts its batches by: the same for both runs on the tested device, unless the device
+ * is deterministic. */
+struct rand kc_cuts(const struct kc *kc, const struct kc_side *side, uint64_t seed);
+
+/* How many of `left` rows the next call of a row-wise op takes: all, or some where runs are cut
+ * differently. */
+uint32_t kc_piece(const struct kc *kc, const struct kc_side *side, struct rand *cuts,
+                  uint32_t left);
 
 /* The next batch of the plan on this side: fills view and from[row] = index into [total] arrays.
  * `done` [KC_SEQS] holds the progress and begins at zero. False when all is done. */

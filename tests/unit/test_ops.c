@@ -678,6 +678,24 @@ static void test_device_names(void **state)
     assert_non_null(strstr(err.text, "cpu/ref"));
     assert_string_equal(device_name(0), "cpu/ref");
     assert_string_equal(device_head(device)->name, "cpu/ref");
+    options = (struct device_options){.name = "cpu/ref", .without = "graphs"};
+    assert_false(device_open(&options, &none, &err));
+    assert_non_null(strstr(err.text, "cannot do without 'graphs'"));
+}
+
+/* A backend that others have says why it is not here. */
+static void test_a_missing_gpu_has_a_reason(void **state)
+{
+    (void)state;
+    struct err err = {0};
+    struct device *none = NULL;
+    struct device_options options = {.name = "cuda"};
+    for (int i = 0; device_name(i); i++)
+        if (!strcmp(device_name(i), "cuda"))
+            skip();
+    assert_false(device_open(&options, &none, &err));
+    assert_non_null(strstr(err.text, "no device 'cuda' here ("));
+    assert_non_null(strstr(err.text, "choose one of: cpu/ref"));
 }
 
 /* More than any machine has is an error with a hint, not a crash; memory is aligned and zeroed. */
@@ -715,6 +733,7 @@ int main(void)
         cmocka_unit_test(test_argmax),
         cmocka_unit_test(test_top),
         cmocka_unit_test(test_device_names),
+        cmocka_unit_test(test_a_missing_gpu_has_a_reason),
         cmocka_unit_test(test_device_alloc),
     };
     return cmocka_run_group_tests(tests, test_open, test_close);

@@ -8,6 +8,9 @@
 #include <stddef.h>
 
 #include <cmocka.h>
+
+#include "folder.h"
+
 #include <jansson.h>
 #include <math.h>
 #include <stdlib.h>
@@ -146,13 +149,85 @@ static void test_odd_groups(void **state)
     assert_true(bf16_to_f32(bias) == -3 && code_at(codes, 4, 9) == 0);
 }
 
+/* Gain k of a test's norms, in f32 and in each dtype's bits: exact in all of them. */
+static float gain_at(uint32_t k)
+{
+    return ldexpf(1 + (float)(k % 8) / 8, (int)(k % 7) - 6) * (k % 2 ? -1 : 1);
+}
+
+static void gain_put(const char *dtype, uint32_t k, uint8_t *out)
+{
+    float f = gain_at(k);
+    uint16_t h = (uint16_t)((k % 2) << 15 | (9 + k % 7) << 10 | (k % 8) << 7);
+    if (!strcmp(dtype, "BF16"))
+        h = bf16_from_f32(f);
+    if (!strcmp(dtype, "F32"))
+        memcpy(out + 4 * (size_t)k, &f, 4);
+    else
+        memcpy(out + 2 * (size_t)k, &h, 2);
+}
+
+static bool ends_in(const char *text, const char *end)
+{
+    return strlen(text) >= strlen(end) && !strcmp(text + strlen(text) - strlen(end), end);
+}
+
+/* Norms of every dtype get their 1, but for the gated one. */
+static void test_norm_dtypes(void **state)
+{
+    (void)state;
+    static const char *const dtypes[] = {"BF16", "F16", "F32"};
+    for (int d = 0; d < 3; d++) {
+        static struct folder f;
+        static uint8_t gains[4 * 4096];
+        struct quantize_options options = {.bits = 4, .group = 64, .threads = 1};
+        struct safetensors file;
+        struct err err;
+        uint32_t norms = 0;
+        for (uint32_t k = 0; k < 4096; k++)
+            gain_put(dtypes[d], k, gains);
+        folder_open(&f, "tests/data/fixtures/fixture-hf");
+        for (uint32_t i = 0; i < f.count; i++) {
+            struct folder_tensor *t = &f.tensors[i];
+            if (!ends_in(t->name, "norm.weight") || strstr(t->name, "visual") ||
+                strstr(t->name, "mtp"))
+                continue;
+            snprintf(t->dtype, sizeof t->dtype, "%s", dtypes[d]);
+            t->data = gains;
+            t->bytes = t->shape[0] * (d == 2 ? 4 : 2);
+            norms++;
+        }
+        folder_write(&f, 0, 0);
+        char *out = file_join(f.path, "q"), *path = file_join(out, "model.safetensors");
+        if (!quantize_checkpoint(f.path, out, &options, &err) ||
+            !safetensors_open(path, &file, &err))
+            fail_msg("%s: %s", dtypes[d], err.text);
+        for (uint32_t i = 0; i < file.count; i++) {
+            const struct safetensors_tensor *t = &file.tensors[i];
+            if (!ends_in(t->name, "norm.weight"))
+                continue;
+            bool gated = ends_in(t->name, "linear_attn.norm.weight");
+            for (uint32_t k = 0; k < t->shape[0]; k++) {
+                float want = gain_at(k) + (gated ? 0 : 1);
+                assert_true(safetensors_value(t, k) == (d == 0 ? bf16_round(want) : want));
+            }
+            norms--;
+        }
+        assert_int_equal(norms, 0);
+        safetensors_close(&file);
+        free(path);
+        folder_remove(out);
+        free(out);
+        folder_close(&f);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_mlx_results),
-        cmocka_unit_test(test_mlx_ramps),
-        cmocka_unit_test(test_error_bound),
-        cmocka_unit_test(test_odd_groups),
+        cmocka_unit_test(test_mlx_results), cmocka_unit_test(test_mlx_ramps),
+        cmocka_unit_test(test_error_bound), cmocka_unit_test(test_odd_groups),
+        cmocka_unit_test(test_norm_dtypes),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
