@@ -44,6 +44,7 @@ struct exchange {
     bool too_large, crowded; /* the body is not kept: by its own size, by that of all */
     bool body_unread;        /* replied to by its head alone */
     bool running;            /* counted by the server */
+    bool interim;            /* HTTP/1.1: interim replies may go before the reply */
     int fd;
     uint64_t start_ns;
     int status;
@@ -60,6 +61,9 @@ bool exchange_reply_fault(struct exchange *x, const struct fault *fault);
 
 /* A stream of server-sent events that `read` writes. */
 bool exchange_reply_stream(struct exchange *x, MHD_ContentReaderCallback read, void *user);
+
+/* Writes to a client that may have gone, before its reply: false when it has. */
+bool exchange_probe(struct exchange *x);
 
 /* The stream makes progress: the client is not stalled. */
 void exchange_touch(struct exchange *x);

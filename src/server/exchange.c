@@ -3,8 +3,14 @@
 
 #include "text/pyjson.h"
 
+#include <errno.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/socket.h>
+
+#ifndef MSG_NOSIGNAL
+#define MSG_NOSIGNAL 0
+#endif
 
 static const char *exchange_header(struct exchange *x, const char *name)
 {
@@ -73,6 +79,19 @@ bool exchange_reply_buf(struct exchange *x, int status, const char *type, struct
         buf_free(text);
     *text = (struct buf){0};
     return exchange_queue(x, status, type, response);
+}
+
+/* A client that has closed its side to write and one that has closed all look the same until bytes
+ * are sent, which draw a reset from the latter. Clients skip this interim reply whether they asked
+ * for it or not (RFC 9110, 15.2.1). HTTP/1.0 has none; there whoever closes ends the request (RFC
+ * 1945, 1.3). */
+bool exchange_probe(struct exchange *x)
+{
+    static const char interim[] = "HTTP/1.1 100 Continue\r\n\r\n";
+    if (!x->interim)
+        return false;
+    ssize_t n = send(x->fd, interim, sizeof interim - 1, MSG_DONTWAIT | MSG_NOSIGNAL);
+    return n == sizeof interim - 1 || (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK));
 }
 
 bool exchange_reply_fault(struct exchange *x, const struct fault *fault)

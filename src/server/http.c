@@ -118,7 +118,7 @@ static const struct route *http_find_route(const char *method, const char *path,
 }
 
 static struct exchange *http_begin(struct server *server, struct MHD_Connection *connection,
-                                   const char *url, const char *method)
+                                   const char *url, const char *method, const char *version)
 {
     struct exchange *x = mem_new(1, sizeof *x);
     x->server = server;
@@ -129,6 +129,7 @@ static struct exchange *http_begin(struct server *server, struct MHD_Connection 
     x->fd = x->record->fd;
     snprintf(x->method, sizeof x->method, "%s", method);
     snprintf(x->url, sizeof x->url, "%s", url);
+    x->interim = strcmp(version, MHD_HTTP_VERSION_1_0) != 0;
     x->start_ns = clock_now_ns();
     x->body.max = server->options.max_body_bytes;
     http_enter(x->record, CONNECTION_BODY);
@@ -225,10 +226,9 @@ static enum MHD_Result http_handle(void *cls, struct MHD_Connection *connection,
                                    size_t *upload_size, void **context)
 {
     struct exchange *x = *context;
-    (void)version;
     if (!x) {
         bool replied;
-        *context = x = http_begin(cls, connection, url, method);
+        *context = x = http_begin(cls, connection, url, method, version);
         bool ok = http_check_head(x, &replied);
         x->body_unread = replied && http_has_body(connection);
         return ok ? MHD_YES : MHD_NO;
@@ -295,8 +295,12 @@ static void http_complete(void *cls, struct MHD_Connection *connection, void **c
     metrics_count_reply(&server->metrics, x->status ? x->status : 499);
     metrics_observe(&server->metrics.duration, clock_seconds_since(x->start_ns));
     http_log(x);
-    if (x->answer)
+    if (x->answer) {
+        bool whole = code == MHD_REQUEST_TERMINATED_COMPLETED_OK ||
+                     code == MHD_REQUEST_TERMINATED_DAEMON_SHUTDOWN;
+        atomic_fetch_add(&server->metrics.gone, !whole);
         answer_leave(x->answer);
+    }
     if (x->body_unread && code == MHD_REQUEST_TERMINATED_COMPLETED_OK)
         http_drop_rest(x);
     http_enter(x->record, CONNECTION_IDLE);

@@ -123,18 +123,31 @@ static struct mail *mailbox_empty(struct mailbox *box, bool *closed)
     return mail;
 }
 
-/* True when the other side has closed: a read would find the end. */
-static bool mailbox_is_gone(int fd)
+/* What a read would find: MAILBOX_MAIL when the socket is fine. */
+static enum mailbox_wait mailbox_peek(int fd)
 {
     char byte;
     ssize_t n = recv(fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
-    return n == 0 || (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR);
+    if (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)
+        return MAILBOX_GONE;
+    return n == 0 ? MAILBOX_HALF : MAILBOX_MAIL;
+}
+
+/* What the socket's events say; MAILBOX_MAIL when it is fine. */
+static enum mailbox_wait mailbox_judge(struct mailbox *box, int fd, short events)
+{
+    if (events & (POLLERR | POLLNVAL) || (box->half && events & POLLHUP))
+        return MAILBOX_GONE;
+    enum mailbox_wait found = events & (POLLRDHUP | POLLHUP) ? MAILBOX_HALF : mailbox_peek(fd);
+    box->half |= found == MAILBOX_HALF;
+    return found;
 }
 
 enum mailbox_wait mailbox_take(struct mailbox *box, int fd, uint64_t deadline_ns, struct mail **out)
 {
-    /* Bytes of a next request may wait in the socket; then only its end is watched for. */
-    short watch = POLLIN | POLLRDHUP;
+    /* Bytes of a next request may wait in the socket; then only its end is watched for, and after
+     * that only what poll always tells: errors. */
+    short watch = box->half ? 0 : POLLIN | POLLRDHUP;
     for (;;) {
         bool closed;
         *out = mailbox_empty(box, &closed);
@@ -151,8 +164,9 @@ enum mailbox_wait mailbox_take(struct mailbox *box, int fd, uint64_t deadline_ns
         int n = poll(polled, fd >= 0 ? 2 : 1, wait_ms > 60000 ? 60000 : (int)wait_ms);
         if (n <= 0 || fd < 0 || !polled[1].revents)
             continue;
-        if ((polled[1].revents & (POLLRDHUP | POLLHUP | POLLERR | POLLNVAL)) || mailbox_is_gone(fd))
-            return MAILBOX_GONE;
+        enum mailbox_wait found = mailbox_judge(box, fd, polled[1].revents);
+        if (found != MAILBOX_MAIL)
+            return found;
         watch = POLLRDHUP;
     }
 }

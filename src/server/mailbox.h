@@ -33,7 +33,13 @@ struct mail {
     char text[]; /* [len] the token's text, or the error's */
 };
 
-enum mailbox_wait { MAILBOX_MAIL, MAILBOX_TIMEOUT, MAILBOX_GONE, MAILBOX_CLOSED };
+enum mailbox_wait {
+    MAILBOX_MAIL,
+    MAILBOX_TIMEOUT,
+    MAILBOX_HALF, /* the client writes no more: it waits, or has gone; only writing to it tells */
+    MAILBOX_GONE,
+    MAILBOX_CLOSED
+};
 
 struct mailbox {
     pthread_mutex_t lock;
@@ -41,6 +47,7 @@ struct mailbox {
     size_t bytes; /* in the queue */
     int wake[2];  /* a pipe: readable when there is mail or the box is closed */
     bool signalled, closed, overflowed;
+    bool half; /* MAILBOX_HALF was said, which happens once */
 };
 
 bool mailbox_open(struct mailbox *box, struct err *err);

@@ -240,7 +240,8 @@ static void stream_take_end(struct choice *c, const struct mail *mail)
         a->api->end(c);
 }
 
-/* Waits for mail and works it off; false when the client has gone. A failure is in a->failed. */
+/* Waits for mail and works it off; false when the client has gone. *idle: something is to be sent
+ * all the same. A failure is in a->failed. */
 static bool stream_step(struct answer *a, uint64_t deadline_ns, bool *idle)
 {
     struct mail *mail = NULL;
@@ -252,8 +253,10 @@ static bool stream_step(struct answer *a, uint64_t deadline_ns, bool *idle)
     a->woken = true;
     *idle = false;
     switch (mailbox_take(&a->box, a->exchange->fd, until, &mail)) {
+    case MAILBOX_HALF:
+        *idle = true;
+        return true;
     case MAILBOX_GONE:
-        atomic_fetch_add(&a->server->metrics.gone, 1);
         return false;
     case MAILBOX_CLOSED:
         fault_set_status(&fault, 503, NULL, "the server is shutting down");
@@ -286,9 +289,14 @@ static bool stream_step(struct answer *a, uint64_t deadline_ns, bool *idle)
 bool stream_collect(struct answer *a)
 {
     bool idle;
-    while (!a->failed && a->ended < a->count)
-        if (!stream_step(a, UINT64_MAX, &idle))
+    while (!a->failed && a->ended < a->count) {
+        uint64_t probe_ns = a->sent_ns + a->server->options.comment_ms * 1000000ull;
+        if (!stream_step(a, a->box.half ? probe_ns : UINT64_MAX, &idle))
             return false;
+        if (idle && !exchange_probe(a->exchange))
+            return false;
+        a->sent_ns = idle ? clock_now_ns() : a->sent_ns;
+    }
     return true;
 }
 

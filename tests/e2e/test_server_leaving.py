@@ -2,6 +2,7 @@
 do not notice, and who stays gets a reply."""
 import http.client
 import json
+import re
 import socket
 import struct
 import time
@@ -88,6 +89,71 @@ def test_leaving_ends_the_request(phase, ask, leave):
         begin = time.monotonic()
         s.chat()
         assert time.monotonic() - begin < 2
+    finally:
+        assert s.close() == 0
+
+
+HALVES = {"/v1/chat/completions": {"messages": CAPITAL, "temperature": 0},
+          "/v1/completions": {"prompt": "The capital of France is", "temperature": 0},
+          "/v1/messages": {"messages": CAPITAL, "max_tokens": 9, "temperature": 0},
+          "/v1/responses": {"input": "What is the capital of France?", "temperature": 0},
+          "/tokenize": {"content": "a b c"}, "/apply-template": {"messages": CAPITAL},
+          "/v1/messages/count_tokens": {"messages": CAPITAL}}
+
+
+def said(c):
+    """Status and body of the reply that comes on a socket, without what differs from time to time."""
+    r = http.client.HTTPResponse(c)
+    r.begin()
+    body = r.read().decode().replace(": still working\n\n", "")
+    return r.status, re.sub(r'"(id|item_id|signature)":"\w+[-_]\w+"|"created(_at)?":\d+|'
+                            r'"(cached|input|cache_read_input)_tokens":\d+', "", body)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", HALVES)
+def test_who_writes_no_more_is_answered(server, path, stream):
+    """A client may close its side to write once it has sent its request, as `nc -N` does: it gets the answer of
+    one that did not, whether its end comes with the request or in the midst of the answer."""
+    body = dict(HALVES[path], **({"stream": True} if stream and "/v1/" in path and "count" not in path else {}))
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
+    replies = []
+    for wait in (None, 0, 0, 0.01, 0.02, 0.05):
+        c = socket.create_connection((server.host, server.port), timeout=60)
+        c.sendall(head.encode() + data)
+        if wait is not None:
+            time.sleep(wait)
+            c.shutdown(socket.SHUT_WR)
+        replies.append(said(c))
+        c.close()
+    assert replies[0][0] == 200 and all(r == replies[0] for r in replies), replies
+
+
+def test_who_writes_no_more_while_it_waits_its_turn():
+    """HTTP/1.0 has no reply before the reply, and no way to tell who waits from who has left: there the end of
+    one side is the end."""
+    s = Server("--parallel", "1", "--cache-disk", "0")
+    try:
+        other = s.open_stream(LONG_TALK)
+        until(lambda: s.metrics()["running"] == 1)
+        data = json.dumps({"messages": long_prompt(300), "max_tokens": 1}).encode()
+        waiting = []
+        for version in (b"1.1", b"1.0"):
+            c = socket.create_connection((s.host, s.port), timeout=60)
+            c.sendall(b"POST /v1/chat/completions HTTP/" + version + b"\r\nHost: localhost\r\nContent-Length: "
+                      + str(len(data)).encode() + b"\r\n\r\n" + data)
+            c.shutdown(socket.SHUT_WR)
+            waiting.append(c)
+        assert read_all(waiting[1]) == b""
+        until(lambda: s.metrics()["queued"] == 1)
+        gone = s.metrics()["clients_gone_total"]
+        other.close()
+        reply = read_all(waiting[0])
+        assert re.match(rb"(HTTP/1.1 100 Continue\r\n\r\n)+HTTP/1.1 200 OK\r\n", reply) and b'"choices"' in reply
+        assert gone == 1 and s.metrics()["clients_gone_total"] == 2
+        for c in waiting:
+            c.close()
     finally:
         assert s.close() == 0
 

@@ -349,6 +349,42 @@ static void silence_is_broken_by_comments(void **unused)
     bench_close(&b);
 }
 
+/* Who writes no more is asked now and then whether they still read, and nobody else is. */
+static void who_writes_no_more_is_probed(void **unused)
+{
+    (void)unused;
+    struct bench b;
+    struct buf out = {0};
+    bench_open(&b, (struct server_options){.comment_ms = 100});
+    check_good(&b);
+    for (size_t i = 0; i < 2 * sizeof apis / sizeof *apis; i++) {
+        bool half = i % 2;
+        atomic_store(&faulty.delay_ms, 450);
+        int fd = client_ask(&b, "POST", apis[i / 2].path, apis[i / 2].body);
+        if (half)
+            shutdown(fd, SHUT_WR);
+        while (half && count(out.data, "HTTP/1.1 100 Continue\r\n\r\n") < 3)
+            assert_true(client_more(fd, &out));
+        atomic_store(&faulty.delay_ms, half ? 0 : 150);
+        client_read(fd, &out, NULL);
+        close(fd);
+        assert_int_equal(count(out.data, "HTTP/1.1 200 OK\r\n"), 1);
+        assert_true(half || !strstr(out.data, "100 Continue"));
+        buf_clear(&out);
+    }
+    /* One that left is found by the first of them. */
+    atomic_store(&faulty.delay_ms, 100);
+    for (int i = 0; i < 5; i++) {
+        double gone = bench_metric(&b, "clients_gone_total");
+        close(client_ask(&b, "POST", "/v1/chat/completions",
+                         "{" ASK ", \"logit_bias\": {\"8172\": -100, \"8174\": -100}}"));
+        bench_wait(&b, "clients_gone_total", gone + 1);
+        bench_wait(&b, "running", 0);
+    }
+    buf_free(&out);
+    bench_close(&b);
+}
+
 /* Waits for the other side to close; the seconds that it took. */
 static double client_wait_end(int fd)
 {
@@ -416,6 +452,7 @@ int main(void)
         cmocka_unit_test(a_fault_in_an_answer_is_an_event),
         cmocka_unit_test(health_follows_the_device),
         cmocka_unit_test(silence_is_broken_by_comments),
+        cmocka_unit_test(who_writes_no_more_is_probed),
         cmocka_unit_test(what_does_not_arrive_is_cut_off),
         cmocka_unit_test(a_stalled_reader_is_cut_off),
     };
