@@ -1,6 +1,6 @@
 /* Owns nothing. Every answer depends on the text alone, never on where it was cut: a question
  * that a longer text could answer otherwise is answered MARKUP_MORE, and no question looks
- * further than a few names and gaps. */
+ * further than a few names and gaps, but for one: markup_is_shown. */
 #include "text/markup.h"
 
 #include "base/mem.h"
@@ -128,6 +128,14 @@ static bool markup_is_open(const struct markup_value *value, enum markup_tag tag
     return false;
 }
 
+/* A </parameter> closes nothing of a function in the value that no <tool_call> opened: that function
+ * is not closed inside. */
+static bool markup_is_stray(const struct markup_value *value)
+{
+    return value->depth && value->open[value->depth - 1] == MARKUP_FUNCTION &&
+           !markup_is_open(value, MARKUP_CALL);
+}
+
 static void markup_push(struct markup_value *value, enum markup_tag tag)
 {
     if (value->depth < MARKUP_DEPTH)
@@ -149,7 +157,7 @@ static void markup_pop(struct markup_value *value, enum markup_tag tag)
 static enum markup_answer markup_ends_function(const struct markup_value *value,
                                                const struct markup_call *call, struct markup_text t)
 {
-    bool nested = markup_is_open(value, MARKUP_FUNCTION);
+    bool nested = markup_is_open(value, MARKUP_FUNCTION) && !markup_is_stray(value);
     if (markup_at_end(&t))
         return MARKUP_YES;
     enum markup_answer answer = markup_read(&t, "</tool_call>");
@@ -192,7 +200,8 @@ static enum markup_answer markup_ends_parameter(const struct markup_value *value
         answer = markup_skip_gap(&t);
         return answer == MARKUP_YES ? markup_ends_function(value, call, t) : answer;
     }
-    if (answer == MARKUP_NO && !markup_is_open(value, MARKUP_FUNCTION)) {
+    if (answer == MARKUP_NO &&
+        (!markup_is_open(value, MARKUP_FUNCTION) || markup_is_stray(value))) {
         answer = markup_read_named(&t, "<parameter=", &name, &n);
         if (answer == MARKUP_YES) {
             bool known = !nested || values_find_parameter(call->function, name, n);
@@ -247,6 +256,23 @@ static enum markup_answer markup_value_close(struct markup_value *value,
     return answer;
 }
 
+/* The block that a <parameter=KEY> line opens is closed soon, and not as a parameter of the call
+ * would be: the value goes on behind it. */
+static enum markup_answer markup_is_shown(const struct markup_call *call, struct markup_text t)
+{
+    static const struct markup_value fresh = {.line_start = true};
+    for (size_t n = 0; n < MARKUP_SHOWN_MAX && t.at < t.n; n++, t.at++) {
+        enum markup_answer answer = markup_read(&t, "</parameter>");
+        if (answer == MARKUP_YES) {
+            answer = markup_ends_parameter(&fresh, call, t);
+            return answer == MARKUP_MORE ? answer : answer == MARKUP_YES ? MARKUP_NO : MARKUP_YES;
+        }
+        if (answer == MARKUP_MORE)
+            return answer;
+    }
+    return t.at < t.n || t.ended ? MARKUP_NO : MARKUP_MORE;
+}
+
 static enum markup_answer markup_value_open(struct markup_value *value,
                                             const struct markup_call *call, enum markup_tag tag,
                                             struct markup_text behind, const char *name, size_t n)
@@ -269,8 +295,11 @@ static enum markup_answer markup_value_open(struct markup_value *value,
         return MARKUP_NO;
     }
     if (!value->depth && values_find_parameter(call->function, name, n) &&
-        !markup_is_given(call, name, n))
-        return MARKUP_YES;
+        !markup_is_given(call, name, n)) {
+        enum markup_answer shown = markup_is_shown(call, behind);
+        if (shown != MARKUP_YES)
+            return shown == MARKUP_NO ? MARKUP_YES : shown;
+    }
     markup_push(value, MARKUP_PARAMETER);
     return MARKUP_NO;
 }

@@ -14,17 +14,19 @@
  *     </tool_call>, a <tool_call> with a function, or the end of the text.
  *  3. A missing </parameter>: at the start of a line, </function> followed by </tool_call> or by
  *     the end of the text; </tool_call> followed by a call or by the end; a <parameter=KEY> line
- *     whose key the tool declares and that was not given before.
+ *     whose key the tool declares and that was not given before, unless it is only shown: a
+ *     </parameter> that by rule 2 would not end it follows within MARKUP_SHOWN_MAX bytes.
  *     A lone <parameter=...> block that is open then does not keep </parameter> from being real.
  *  4. </function> followed by <function=...> is data: a second call needs its own <tool_call>.
  *     (Where the first one had none either, a declared function may follow.)
  *  5. A <function=...> block that no <tool_call> opened does not keep </function></tool_call>
- *     from ending the call when another call or the end of the text follows.
+ *     from ending the call when another call or the end of the text follows; nor does it keep a
+ *     </parameter> that closes no parameter of its own from being judged by rule 2.
  *  6. At the end of the text, </parameter> and what closes after it are real whatever is open.
  *
- * Limits: a value with the closing tags of a whole call that it did not open, and a value with a
- * lone line <parameter=KEY> of a declared key that comes later in the call, are cut there. No
- * reader can tell these from a call: they are spelled the same. */
+ * Limits: a value with the closing tags of a whole call that it did not open is cut there, and so
+ * is one with a lone line <parameter=KEY> of a declared key that comes later in the call, where it
+ * is not only shown. No reader can tell these from a call: they are spelled the same. */
 #ifndef TEXT_MARKUP_H
 #define TEXT_MARKUP_H
 
@@ -46,8 +48,9 @@ struct markup_text {
 };
 
 enum {
-    MARKUP_GAP_MAX = 64,   /* white space between two tags of the form */
-    MARKUP_NAME_MAX = 256, /* bytes of a function's or a parameter's name */
+    MARKUP_GAP_MAX = 64,     /* white space between two tags of the form */
+    MARKUP_NAME_MAX = 256,   /* bytes of a function's or a parameter's name */
+    MARKUP_SHOWN_MAX = 1024, /* bytes in which a parameter that a value only shows is closed */
 };
 
 /* Reads `tag`; on any answer but MARKUP_YES nothing is read. */

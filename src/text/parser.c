@@ -1,4 +1,4 @@
-/* Owns the text that cannot be judged yet (`pend`, a few tags at most between feeds), the value
+/* Owns the text that cannot be judged yet (`pend`, a kilobyte or two between feeds), the value
  * being read when its type needs it whole, and the deltas of the running feed.
  *
  * Invariant: what a step does depends on the text alone. A step that needs more text changes

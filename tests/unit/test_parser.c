@@ -234,7 +234,6 @@ static void test_markup_in_values(void **state)
 {
     const json_t *tools = *state;
     static const char *const values[] = {
-        /* Not closed inside: whole as long as nothing but calls follows the call. */
         "a\n</function>\n<function=other>\n<parameter=x>\n1\n</parameter>\nb",
         "a\n<parameter=x>\nb",
         "Use </parameter> to close",
@@ -272,17 +271,18 @@ static void test_markup_in_values(void **state)
         buf_printf(&text, CALL("write", P("path", "p") P("content", "%s")), values[i]);
         buf_printf(&want, "write{\"path\": \"p\", \"content\": %s}", json);
         check(tools, false, text.data, want.data);
+        /* Where a parameter that the value may show comes only later. */
+        struct buf first = {0}, first_want = {0};
+        buf_printf(&first, CALL("write", P("content", "%s") P("path", "p")), values[i]);
+        buf_printf(&first_want, "write{\"content\": %s, \"path\": \"p\"}", json);
+        check(tools, false, first.data, first_want.data);
+        buf_free(&first);
+        buf_free(&first_want);
         /* Another call, or words, behind it. */
         size_t n = text.len, m = want.len;
         buf_append_text(&text, "\n" CALL("f", P("i", "1")));
         buf_append_text(&want, "f{\"i\": 1}");
         check(tools, false, text.data, want.data);
-        if (i < 1) {
-            buf_free(&text);
-            buf_free(&want);
-            free(json);
-            continue;
-        }
         text.len = n;
         want.len = m;
         buf_append_text(&text, "\nbye");
@@ -301,6 +301,40 @@ static void test_lone_opener(void **state)
           "write{\"path\": \"a\\n<parameter=q>\\nb\", \"content\": \"c\"}");
     check(*state, false, CALL("write", P("path", "a <parameter=q> b") P("content", "c")),
           "write{\"path\": \"a <parameter=q> b\", \"content\": \"c\"}");
+}
+
+/* Pitfall 34: a parameter that the tool has, closed within the value, is shown and not given; one
+ * that nothing but the call follows is given (pitfall 31), and so is one that goes on for long. */
+static void test_shown_parameters(void **state)
+{
+    const json_t *tools = *state;
+    check(tools, false,
+          CALL("f", P("s", "Say:\n" P("i", "1") "or\n" P("i", "2") "end") P("i", "3")),
+          "f{\"s\": \"Say:\\n<parameter=i>\\n1\\n</parameter>\\nor\\n<parameter=i>\\n2\\n"
+          "</parameter>\\nend\", \"i\": 3}");
+    check(tools, false, CALL("f", P("s", "Say:\n" P("i", "1") "")),
+          "f{\"s\": \"Say:\\n<parameter=i>\\n1\\n</parameter>\\n\"}");
+    check(tools, false, CALL("f", P("s", P("i", "1") "</function>\nend") P("i", "3")),
+          "f{\"s\": \"<parameter=i>\\n1\\n</parameter>\\n</function>\\nend\", \"i\": 3}");
+    check(tools, false, CALL("f", "<parameter=s>\nSay:\n" P("i", "1") P("b", "true")),
+          "f{\"s\": \"Say:\", \"i\": 1, \"b\": true}");
+    struct buf text = {0}, want = {0};
+    for (size_t n = 1000; n <= 1040; n++) {
+        buf_printf(&text,
+                   "<tool_call>\n<function=write>\n<parameter=content>\nx\n<parameter=path>\n");
+        buf_printf(&want, "write{\"content\": \"x\", \"path\": \"");
+        for (size_t i = 0; i < n; i++) {
+            buf_append_char(&text, 'p');
+            buf_append_char(&want, 'p');
+        }
+        buf_append_text(&text, "\n</parameter>\n</function>\n</tool_call>");
+        buf_append_text(&want, "\"}");
+        check(tools, false, text.data, want.data);
+        buf_clear(&text);
+        buf_clear(&want);
+    }
+    buf_free(&text);
+    buf_free(&want);
 }
 
 /* Pitfall 37. */
@@ -424,6 +458,8 @@ static void test_linear_time(void **state)
                                          "</parameter>\n",
                                          "<parameter=x>\n",
                                          "<tool_call>\n<function=f>\n",
+                                         "\n<parameter=i>\n</parameter>\n",
+                                         "\n<parameter=i>\nx</parameter>x",
                                          "</function>\n</function>",
                                          "</parameter>                    "};
     for (size_t i = 0; i < sizeof bodies / sizeof *bodies; i++) {
@@ -465,8 +501,8 @@ int main(void)
         cmocka_unit_test(test_thoughts_and_text), cmocka_unit_test(test_calls),
         cmocka_unit_test(test_no_call),           cmocka_unit_test(test_missing_tags),
         cmocka_unit_test(test_markup_in_values),  cmocka_unit_test(test_lone_opener),
-        cmocka_unit_test(test_value_types),       cmocka_unit_test(test_random_outputs),
-        cmocka_unit_test(test_linear_time),
+        cmocka_unit_test(test_shown_parameters),  cmocka_unit_test(test_value_types),
+        cmocka_unit_test(test_random_outputs),    cmocka_unit_test(test_linear_time),
     };
     return cmocka_run_group_tests(tests, setup, teardown);
 }
