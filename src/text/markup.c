@@ -128,8 +128,8 @@ static bool markup_is_open(const struct markup_value *value, enum markup_tag tag
     return false;
 }
 
-/* A </parameter> closes nothing of a function in the value that no <tool_call> opened: that function
- * is not closed inside. */
+/* A </parameter> closes nothing of a function in the value that no <tool_call> opened: that
+ * function is not closed inside. */
 static bool markup_is_stray(const struct markup_value *value)
 {
     return value->depth && value->open[value->depth - 1] == MARKUP_FUNCTION &&

@@ -523,7 +523,7 @@ static bool template_run_all(struct template_run *run, const json_t *tools, stru
             return err_set(err, ERR_USAGE, "messages[%zu] must be an object", i);
     while (run->leading < n && template_is_system(json_array_get(run->messages, run->leading)))
         run->leading++;
-    if (!template_add_head(run, tools, err) || !template_find_query(run, err))
+    if (!template_add_head(run, tools, err) || (run->leading < n && !template_find_query(run, err)))
         return false;
     for (size_t i = 0; i < n; i++)
         if (!template_add_message(run, i, err))

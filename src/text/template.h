@@ -30,7 +30,8 @@ struct template_prompt {
 /* messages: OpenAI chat messages; tools: array or null. Fails with ERR_USAGE in the template's own
  * words where the official one raises. The leniency: system and developer messages after the first
  * are accepted; leading ones are merged (contents trimmed, joined by a blank line, empty ones
- * dropped), later ones are rendered in place as system turns. Tool-call arguments may be a mapping
+ * dropped), later ones are rendered in place as system turns, and nothing else needs to come with
+ * them. Tool-call arguments may be a mapping
  * or a JSON text of one; an empty text means none. An error names the message after the template's
  * words, in brackets. */
 bool template_render(const json_t *messages, const json_t *tools,

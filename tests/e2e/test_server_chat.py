@@ -127,10 +127,10 @@ def test_system_messages_anywhere(server):
     user = CAPITAL[0]
     system = {"role": "system", "content": "Be brief."}
     answer = {"role": "assistant", "content": "Hi"}
-    for messages in ([user, answer, system, user], [system, system, user],
+    for messages in ([user, answer, system, user], [system, system, user], [system],
                      [{"role": "developer", "content": "x"}, user]):
         server.chat(messages, max_tokens=2)
-    status, reply = server.post("/v1/chat/completions", {"messages": [system]})
+    status, reply = server.post("/v1/chat/completions", {"messages": [system, answer]})
     assert status == 400 and "No user query" in reply["error"]["message"]
 
 

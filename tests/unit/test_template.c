@@ -102,6 +102,16 @@ static void test_thoughts(void **state)
         NULL, &(struct template_options){0},
         USER("1") ASSISTANT("a") USER("2") ASSISTANT("b") USER("3")
             ASSISTANT("<think>\n\n</think>\n\nc"));
+    /* Kept, each turn is what was generated: an empty thought is what no_think begins with. */
+    check(
+        "[{'role':'user','content':'1'},{'role':'assistant','content':'a'},{'role':'user','content'"
+        ":'2'},"
+        "{'role':'assistant','content':'b','reasoning_content':'r'},{'role':'user','content':'3'},"
+        "{'role':'assistant','content':'c'},{'role':'user','content':'4'}]",
+        NULL, &keep,
+        USER("1") ASSISTANT("<think>\n\n</think>\n\na") USER("2")
+            ASSISTANT("<think>\nr\n</think>\n\nb") USER("3") ASSISTANT("<think>\n\n</think>\n\nc")
+                USER("4") OPEN);
 }
 
 /* Pitfall 25. */
@@ -178,6 +188,9 @@ static void test_system_anywhere(void **state)
     check("[{'role':'developer','content':'a'},{'role':'developer','content':'b'},{'role':'user','"
           "content':'c'}]",
           NULL, &think, SYSTEM("a\n\nb") USER("c") OPEN);
+    check("[{'role':'system','content':'a'}]", NULL, &think, SYSTEM("a") OPEN);
+    check("[{'role':'system','content':'a'},{'role':'developer','content':'b'}]", NULL, &no_think,
+          SYSTEM("a\n\nb") SHUT);
 }
 
 /* Pitfall 26: the forms of a content, for every role. */
@@ -222,7 +235,8 @@ static void test_errors(void **state)
     check_error("[]", "No messages provided.");
     check_error("{}", "messages must be a list");
     check_error("[1]", "messages[0] must be an object");
-    check_error("[{'role':'system','content':'x'}]", "No user query found in messages.");
+    check_error("[{'role':'system','content':'x'},{'role':'assistant','content':'y'}]",
+                "No user query found in messages.");
     check_error("[{'role':'user','content':'<tool_response>x</tool_response>'}]",
                 "No user query found in messages.");
     check_error("[{'role':'user','content':'x'},{'role':'robot','content':'x'}]",
