@@ -1,14 +1,9 @@
 /* The server over HTTP with a device that fails or is slow when told: a fault ends one request with
  * a clear error, silence is broken by comments, and clients that are slow or stand still hold
  * nobody. */
-#include "serving.h"
+#include "http.h"
 
-#include "server/server.h"
-
-#include <arpa/inet.h>
 #include <math.h>
-#include <pthread.h>
-#include <sys/socket.h>
 
 enum { SLOT = 1 /* of the request that fails: the second one that runs */ };
 
@@ -51,143 +46,20 @@ static bool faulty_sync(struct device *device, struct err *err)
     return err_set(err, ERR_RESOURCE, "out of device memory");
 }
 
-struct bench {
-    struct engine *engine;
-    struct scheduler *scheduler;
-    struct server *server;
-    pthread_t ticker;
-    atomic_bool closing;
-};
-
-static void *bench_tick(void *arg)
+static void faulty_take(struct device_head *head)
 {
-    struct bench *b = arg;
-    while (!atomic_load(&b->closing)) {
-        server_tick(b->server);
-        usleep(20000);
-    }
-    return NULL;
-}
-
-static void bench_open(struct bench *b, struct server_options options)
-{
-    struct err err = {0};
-    *b = (struct bench){.engine = serve_open("models/demo", NULL, 2048, 128, 2)};
-    struct device_head *head = (struct device_head *)b->engine->device;
     faulty.embed = head->ops.embed;
     faulty.sync = head->calls.sync;
     head->ops.embed = faulty_embed;
     head->calls.sync = faulty_sync;
+}
+
+static void bench_open(struct bench *b, struct server_options options)
+{
     atomic_store(&faulty.nan_slot, -1);
     atomic_store(&faulty.error_slot, -1);
     atomic_store(&faulty.delay_ms, 0);
-    options.parallel = 2;
-    options.queue = 64;
-    b->scheduler = serve_schedule(b->engine, (struct scheduler_options){0});
-    if (!scheduler_start(b->scheduler, &err) ||
-        !server_open(b->engine, b->scheduler, &options, &b->server, &err))
-        fail_msg("%s", err.text);
-    assert_int_equal(pthread_create(&b->ticker, NULL, bench_tick, b), 0);
-}
-
-static void bench_close(struct bench *b)
-{
-    atomic_store(&b->closing, true);
-    pthread_join(b->ticker, NULL);
-    server_close(b->server);
-    scheduler_close(b->scheduler);
-    assert_int_equal(b->engine->state.free_count, b->engine->state.limits.pages);
-    engine_close(b->engine);
-}
-
-/* ---- a client ----------------------------------------------------------------------------- */
-
-static int client_buffer; /* bytes that the next ones receive unread; 0: the system's own */
-
-static int client_connect(struct bench *b)
-{
-    struct sockaddr_in to = {.sin_family = AF_INET,
-                             .sin_port = htons(server_port(b->server)),
-                             .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
-    int fd = socket(AF_INET, SOCK_STREAM, 0);
-    assert_true(fd >= 0);
-    if (client_buffer)
-        setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &client_buffer, sizeof client_buffer);
-    assert_int_equal(connect(fd, (struct sockaddr *)&to, sizeof to), 0);
-    return fd;
-}
-
-static void client_send(int fd, const char *text, size_t n)
-{
-    assert_int_equal(send(fd, text, n, MSG_NOSIGNAL), n);
-}
-
-/* Sends a request; the caller reads the reply and closes. */
-static int client_ask(struct bench *b, const char *method, const char *path, const char *body)
-{
-    struct buf text = {0};
-    int fd = client_connect(b);
-    buf_printf(&text, "%s %s HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n", method, path);
-    buf_printf(&text, "Content-Length: %zu\r\n\r\n%s", strlen(body), body);
-    client_send(fd, text.data, text.len);
-    buf_free(&text);
-    return fd;
-}
-
-/* Reads until `mark` has come or the end; false at the end. */
-static bool client_read(int fd, struct buf *out, const char *mark)
-{
-    char piece[4096];
-    ssize_t n;
-    while (!out->data || !mark || !strstr(out->data, mark)) {
-        if ((n = recv(fd, piece, sizeof piece, 0)) <= 0)
-            return false;
-        buf_append(out, piece, (size_t)n);
-    }
-    return true;
-}
-
-/* What comes next, whatever it is. */
-static bool client_more(int fd, struct buf *out)
-{
-    char piece[4096];
-    ssize_t n = recv(fd, piece, sizeof piece, 0);
-    buf_append(out, piece, n > 0 ? (size_t)n : 0);
-    return n > 0;
-}
-
-/* The whole reply; returns its status. */
-static int client_call(struct bench *b, const char *method, const char *path, const char *body,
-                       struct buf *out)
-{
-    int fd = client_ask(b, method, path, body);
-    buf_clear(out);
-    client_read(fd, out, NULL);
-    close(fd);
-    return out->len > 12 ? (int)strtol(out->data + 9, NULL, 10) : 0;
-}
-
-static double bench_metric(struct bench *b, const char *name)
-{
-    struct buf out = {0};
-    char line[80];
-    assert_int_equal(client_call(b, "GET", "/metrics", "", &out), 200);
-    snprintf(line, sizeof line, "\ncalla_%s ", name);
-    const char *at = strstr(out.data, line);
-    assert_non_null(at);
-    double value = strtod(at + strlen(line), NULL);
-    buf_free(&out);
-    return value;
-}
-
-static void bench_wait(struct bench *b, const char *name, double value)
-{
-    uint64_t start_ns = clock_now_ns();
-    while (bench_metric(b, name) != value) {
-        if (clock_seconds_since(start_ns) > 20)
-            fail_msg("%s is %g, not %g", name, bench_metric(b, name), value);
-        usleep(5000);
-    }
+    bench_start(b, options, faulty_take);
 }
 
 #define ASK "\"messages\": [{\"role\": \"user\", \"content\": \"What is the capital of France?\"}]"
