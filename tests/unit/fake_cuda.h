@@ -16,7 +16,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { FAKE_QUEUE = 1024, FAKE_KERNELS = 256, FAKE_EVENTS = 4, FAKE_LAUNCHED = 4096 };
+enum {
+    FAKE_QUEUE = 1024,
+    FAKE_KERNELS = 256,
+    FAKE_EVENTS = 4,
+    FAKE_LAUNCHED = 4096,
+    FAKE_PINNED = 4
+};
 
 struct fake_copy {
     char *to;
@@ -36,8 +42,10 @@ static struct fake {
     uint32_t luck;
     /* what there is of each */
     int blocks, pinned, streams, events, graphs, execs;
-    char *pinned_at;
-    size_t pinned_bytes;
+    struct {
+        char *at;
+        size_t bytes;
+    } pinned_block[FAKE_PINNED];
     bool event_used[FAKE_EVENTS];
     /* the stream */
     struct fake_copy queue[FAKE_QUEUE];
@@ -52,6 +60,7 @@ static struct fake {
     } kernel[FAKE_KERNELS];
     int kernels;
     const char *launched[FAKE_LAUNCHED]; /* names, in order; those of a graph when it is launched */
+    dim3 grid[FAKE_LAUNCHED];            /* of each; none of a graph's */
     int launches, captured;
     char fault[256]; /* the first launch that a GPU would refuse */
 } fake;
@@ -102,8 +111,11 @@ static void fake_add(struct fake_copy copy)
 
 static bool fake_is_pinned(const void *at)
 {
-    return (const char *)at >= fake.pinned_at &&
-           (const char *)at < fake.pinned_at + fake.pinned_bytes;
+    for (int i = 0; i < FAKE_PINNED; i++)
+        if (fake.pinned_block[i].at && (const char *)at >= fake.pinned_block[i].at &&
+            (const char *)at < fake.pinned_block[i].at + fake.pinned_block[i].bytes)
+            return true;
+    return false;
 }
 
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind,
@@ -240,18 +252,25 @@ cudaError_t cudaFree(void *at)
 cudaError_t cudaMallocHost(void **at, size_t bytes)
 {
     FAKE_CALL();
-    *at = fake.pinned_at = malloc(bytes);
-    fake.pinned_bytes = bytes;
-    fake.pinned++;
-    return cudaSuccess;
+    for (int i = 0; i < FAKE_PINNED; i++)
+        if (!fake.pinned_block[i].at) {
+            *at = fake.pinned_block[i].at = malloc(bytes);
+            fake.pinned_block[i].bytes = bytes;
+            fake.pinned++;
+            return cudaSuccess;
+        }
+    return cudaErrorMemoryAllocation;
 }
 
 cudaError_t cudaFreeHost(void *at)
 {
     fake_do_all();
-    fake.pinned -= at != NULL;
+    for (int i = 0; i < FAKE_PINNED; i++)
+        if (at && fake.pinned_block[i].at == at) {
+            fake.pinned_block[i].at = NULL;
+            fake.pinned--;
+        }
     free(at);
-    fake.pinned_bytes = 0;
     return cudaSuccess;
 }
 
@@ -462,8 +481,10 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *ho
         return cudaErrorInvalidValue;
     if (fake.capturing)
         fake.captured++;
-    else if (fake.launches < FAKE_LAUNCHED)
+    else if (fake.launches < FAKE_LAUNCHED) {
+        fake.grid[fake.launches] = config->gridDim;
         fake.launched[fake.launches++] = fake.kernel[k].name;
+    }
     return cudaSuccess;
 }
 

@@ -80,18 +80,17 @@ static uint32_t acquire(void)
     return slot;
 }
 
-/* Feeds rows tokens of each slot (seg[i].rows, tokens from ids + base[i] + position); the logits
- * that follow each stand in row i. */
-static void feed(const uint32_t *slot, const uint32_t *base, const uint32_t *rows, uint32_t n)
+/* Feeds rows[i] tokens to each slot, one behind the other; the logits that follow each stand in
+ * row i. */
+static void feed_tokens(const uint32_t *slot, const int32_t *tokens, const uint32_t *rows,
+                        uint32_t n)
 {
-    static int32_t tokens[ROWS];
     struct segment segments[SLOTS];
     uint32_t wanted[SLOTS], row = 0;
     struct err err = {0};
     for (uint32_t i = 0; i < n; i++) {
         segments[i] = (struct segment){
             .slot = slot[i], .row = row, .rows = rows[i], .pos = state.slot_pos[slot[i]]};
-        memcpy(tokens + row, ids + base[i] + segments[i].pos, rows[i] * sizeof *tokens);
         row += rows[i];
         wanted[i] = row - 1;
     }
@@ -103,6 +102,15 @@ static void feed(const uint32_t *slot, const uint32_t *base, const uint32_t *row
                           .logit_row = wanted};
     if (!graph_forward(graph, &batch, &err))
         fail_msg("%s", err.text);
+}
+
+/* The same with tokens from ids + base[i] + position. */
+static void feed(const uint32_t *slot, const uint32_t *base, const uint32_t *rows, uint32_t n)
+{
+    static int32_t tokens[ROWS];
+    for (uint32_t i = 0, row = 0; i < n; row += rows[i++])
+        memcpy(tokens + row, ids + base[i] + state.slot_pos[slot[i]], rows[i] * sizeof *tokens);
+    feed_tokens(slot, tokens, rows, n);
 }
 
 /* Log-probabilities of row i of the last batch. */
@@ -262,6 +270,69 @@ static void batches_are_their_sequences(void **unused)
     assert_true(most <= 0.003);
 }
 
+enum { ANSWER = 300 };
+
+/* Greedy answers of n sequences, [ANSWER][n]; ahead: where it can be, a step is queued before the
+ * tokens of the last are read. Returns how many were. */
+static uint32_t answer(const uint32_t *slot, uint32_t n, bool ahead, int32_t *out)
+{
+    uint32_t base[SLOTS], length[SLOTS], ones[SLOTS], followed = 0;
+    struct err err = {0};
+    bool queued = false;
+    for (uint32_t i = 0; i < n; i++) {
+        base[i] = i * 1500;
+        length[i] = 3 + 59 * i;
+        ones[i] = 1;
+        state_reset(&state, slot[i]);
+    }
+    feed(slot, base, length, n);
+    for (int t = 0; t < ANSWER; t++) {
+        if (t && !queued)
+            feed_tokens(slot, out - n, ones, n);
+        queued = ahead && t + 1 < ANSWER && graph_follow(graph);
+        followed += queued;
+        if (!graph_read_choices(graph, out, &err))
+            fail_msg("%s", err.text);
+        out += n;
+    }
+    return followed;
+}
+
+/* Tokens, last logits and states to the bit, over the ends of pages; steps that are recorded and,
+ * the first time, such as are not. */
+static void steps_ahead_answer_the_same(void **unused)
+{
+    (void)unused;
+    if (!device)
+        skip();
+    static int32_t want[ANSWER * SLOTS], got[ANSWER * SLOTS];
+    uint32_t slot[SLOTS], fewest = ANSWER;
+    for (uint32_t i = 0; i < SLOTS; i++)
+        slot[i] = acquire();
+    for (uint32_t n = 1; n <= SLOTS; n++) {
+        size_t count = 0;
+        assert_int_equal(answer(slot, n, false, want), 0);
+        float *row = read_row(n - 1), *states = read_states(slot[n - 1], &count);
+        for (int round = 0; round < 2; round++) {
+            uint32_t followed = answer(slot, n, true, got);
+            fewest = followed < fewest ? followed : fewest;
+            float *row_ahead = read_row(n - 1), *after = read_states(slot[n - 1], &count);
+            assert_memory_equal(got, want, (size_t)ANSWER * n * sizeof *want);
+            assert_memory_equal(row_ahead, row, model.config.vocab * sizeof *row);
+            assert_memory_equal(after, states, count * sizeof *states);
+            free(row_ahead);
+            free(after);
+        }
+        free(row);
+        free(states);
+    }
+    for (uint32_t i = 0; i < SLOTS; i++)
+        state_release(&state, slot[i]);
+    print_message("answers of 1 to %d sequences: at least %u of %d steps were queued ahead\n",
+                  SLOTS, fewest, ANSWER);
+    assert_true(fewest > ANSWER / 2);
+}
+
 static void too_much_is_refused(void **unused)
 {
     (void)unused;
@@ -305,6 +376,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(prefill_is_token_by_token),
         cmocka_unit_test(batches_are_their_sequences),
+        cmocka_unit_test(steps_ahead_answer_the_same),
         cmocka_unit_test(too_much_is_refused),
         cmocka_unit_test(a_cap_names_what_fits),
     };

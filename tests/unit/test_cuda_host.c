@@ -28,6 +28,7 @@ int main(void)
 
 #include "backend/device.h"
 #include "base/rand.h"
+#include "model/graph.h"
 
 enum { SLOTS = 4, SEGMENTS = 64 };
 
@@ -239,6 +240,244 @@ static void test_a_failed_step_is_told_and_forgotten(void **state)
     }
 }
 
+/* ---- steps queued ahead ------------------------------------------------------------------- */
+
+/* What stood there when the stream came by, whatever is written after; and nothing that came after
+ * is waited for. */
+static void test_a_fetch_keeps_what_stood_there(void **state)
+{
+    (void)state;
+    enum { TURNS = 600, MOST = 8192 };
+    static uint8_t want[MOST], later[MOST], got[MOST + 1];
+    for (int unlucky = 0; unlucky < 2; unlucky++) {
+        struct device *device = open_gpu(H200);
+        const struct device_calls *calls = device_calls(device);
+        struct span space;
+        struct err err = {0};
+        struct rand rand = {5};
+        fake.unlucky = unlucky;
+        assert_true(calls->alloc(device, 2 * MOST, &space, &err));
+        for (int turn = 0; turn < TURNS; turn++) {
+            uint32_t size = 1 + rand_below(&rand, turn % 100 == 99 ? MOST : 256);
+            memset(want, turn, size);
+            memset(later, turn + 1, size);
+            memset(got, 0xdd, size + 1);
+            calls->write(device, space, want, size);
+            calls->fetch(device, space, size);
+            calls->write(device, space, later, size);
+            device_ops(device)->copy(device, span_at(space, MOST), space, size);
+            assert_true(calls->collect(device, got, &err));
+            assert_memory_equal(got, want, size);
+            assert_int_equal(got[size], 0xdd);
+            if (unlucky)
+                assert_int_equal(fake.count, 2);
+        }
+        calls->fetch(device, space, 1);
+        calls->read(device, got, span_at(space, MOST), 1);
+        assert_int_equal(got[0], later[0]);
+        assert_true(calls->collect(device, got, &err)); /* also when a read has waited since */
+        assert_int_equal(got[0], later[0]);
+        device_close(device);
+        assert_nothing_left();
+    }
+    fake.unlucky = false;
+}
+
+/* Whichever call fails, from before the fetch to the end of the step queued behind it: the next
+ * collect says so, once, and one that is good has its bytes and all of its launches. */
+static void test_a_failure_is_told_by_the_next_collect(void **state)
+{
+    (void)state;
+    const struct weight w = affine(4, 1, 64, 128);
+    bool reached = true;
+    for (uint64_t n = 1; reached; n++) {
+        struct device *device = open_gpu(H200);
+        const struct device_calls *calls = device_calls(device);
+        struct span space;
+        struct err err = {0};
+        int failed = 0;
+        assert_true(calls->alloc(device, 4, &space, &err));
+        fake.calls = 0;
+        fake.fail_at = n;
+        for (int32_t turn = 0; turn < 6; turn++) {
+            int32_t got = -1, later = turn + 100;
+            memset(&err, 0, sizeof err);
+            fake.launches = 0;
+            calls->write(device, space, &turn, sizeof turn);
+            run_step(device, &w);
+            calls->fetch(device, space, sizeof turn);
+            calls->write(device, space, &later, sizeof later);
+            run_step(device, &w);
+            if (calls->collect(device, &got, &err)) {
+                assert_int_equal(got, turn);
+                assert_int_equal(fake.launches, 4);
+                continue;
+            }
+            assert_non_null(strstr(err.text, "planted"));
+            assert_int_equal(fake.execs, 0);
+            assert_int_equal(fake.count, 0);
+            failed++;
+        }
+        reached = fake.calls >= n;
+        fake.fail_at = 0;
+        assert_true(failed <= 1);
+        assert_true(calls->sync(device, &err));
+        device_close(device);
+        assert_nothing_left();
+    }
+}
+
+static void test_a_fetch_without_memory(void **state)
+{
+    (void)state;
+    struct device *device = open_gpu(H200);
+    const struct device_calls *calls = device_calls(device);
+    struct span space;
+    struct err err = {0};
+    int32_t got[100], want[100] = {7, 8};
+    assert_true(calls->alloc(device, sizeof want, &space, &err));
+    calls->write(device, space, want, sizeof want);
+    for (uint32_t count = 1; count <= 100; count += 99) { /* the first, and one that is larger */
+        memset(got, 0xdd, sizeof got);
+        memset(&err, 0, sizeof err);
+        fake.calls = 0;
+        fake.fail_at = 1;
+        calls->fetch(device, space, count * 4);
+        assert_false(calls->collect(device, got, &err));
+        assert_int_equal(err.kind, ERR_RESOURCE);
+        assert_non_null(strstr(err.text, "pinned memory"));
+        assert_int_equal(got[0], (int32_t)0xdddddddd);
+        calls->fetch(device, space, count * 4);
+        assert_true(calls->collect(device, got, &err));
+        assert_memory_equal(got, want, count * 4);
+    }
+    device_close(device);
+    assert_nothing_left();
+}
+
+enum { CTX = 2048 };
+
+/* The demo model, whose kernels do nothing here: every logit is 0, every choice token 0. */
+static struct {
+    struct device *device;
+    struct model model;
+    struct state state;
+    struct graph *graph;
+    uint32_t slot[SLOTS];
+} demo;
+
+static void open_demo(const char *without)
+{
+    struct err err = {0};
+    struct state_limits limits = {.slots = SLOTS, .ctx = CTX, .kv_kind = KV_BF16};
+    struct graph_limits rows = {.rows = 64, .segments = SLOTS, .logit_rows = SLOTS};
+    choose_gpu(H200);
+    if (!device_open(&(struct device_options){.name = "cuda", .without = without}, &demo.device,
+                     &err) ||
+        !model_open("models/demo", demo.device, &(struct model_options){0}, &demo.model, &err) ||
+        !state_open(&demo.model, &limits, &demo.state, &err) ||
+        !graph_open(&demo.model, &demo.state, &rows, &demo.graph, &err))
+        fail_msg("%s", err.text);
+    for (uint32_t i = 0; i < SLOTS; i++)
+        assert_true(state_acquire(&demo.state, &demo.slot[i], &err));
+}
+
+static void close_demo(void)
+{
+    graph_close(demo.graph);
+    state_close(&demo.state);
+    model_close(&demo.model);
+    device_close(demo.device);
+    assert_nothing_left();
+}
+
+static void forward_demo(uint32_t n)
+{
+    static const int32_t tokens[SLOTS];
+    static const uint32_t wanted[SLOTS] = {0, 1, 2, 3};
+    struct segment segments[SLOTS];
+    struct err err = {0};
+    for (uint32_t i = 0; i < n; i++)
+        segments[i] = (struct segment){demo.slot[i], i, 1, demo.state.slot_pos[demo.slot[i]]};
+    struct batch batch = {n, n, n, tokens, segments, wanted};
+    if (!graph_forward(demo.graph, &batch, &err))
+        fail_msg("%s", err.text);
+}
+
+/* Decodes n sequences from the start to behind a few pages; after each step its launches stand in
+ * fake.launched. A step that opens a page is not queued ahead. */
+static uint32_t decode_demo(uint32_t n, void (*look)(uint32_t step))
+{
+    int32_t choices[SLOTS];
+    uint32_t ahead = 0;
+    struct err err = {0};
+    bool queued = false;
+    for (uint32_t step = 0; step < 3 * KV_PAGE; step++) {
+        if (!queued)
+            forward_demo(n);
+        fake.launches = 0;
+        queued = graph_follow(demo.graph);
+        ahead += queued;
+        memset(choices, 0xdd, sizeof choices);
+        if (!graph_read_choices(demo.graph, choices, &err))
+            fail_msg("%s", err.text);
+        for (uint32_t i = 0; i < n; i++)
+            assert_int_equal(choices[i], 0);
+        if (queued && step % KV_PAGE > 4) /* the first one chooses for the step before it, too */
+            look(step);
+    }
+    for (uint32_t i = 0; i < n; i++)
+        state_reset(&demo.state, demo.slot[i]);
+    return ahead;
+}
+
+static const char *first_name[FAKE_LAUNCHED];
+static dim3 first_grid[FAKE_LAUNCHED];
+static int first_launches;
+
+static void look_at_launches(uint32_t step)
+{
+    if (!first_launches) {
+        first_launches = fake.launches;
+        memcpy(first_name, fake.launched, sizeof first_name);
+        memcpy(first_grid, fake.grid, sizeof first_grid);
+    }
+    assert_int_equal(fake.launches, first_launches);
+    for (int i = 0; i < first_launches; i++)
+        if (fake.launched[i] != first_name[i] ||
+            memcmp(&fake.grid[i], &first_grid[i], sizeof(dim3)) != 0)
+            fail_msg("step %u: %s for %s", step, fake.launched[i], first_name[i]);
+}
+
+static void look_at_recordings(uint32_t step)
+{
+    (void)step;
+    assert_int_equal(fake.launches, first_launches);
+    assert_string_equal(fake.launched[0], "of a graph");
+    assert_string_not_equal(fake.launched[first_launches - 1], "of a graph"); /* the argmax */
+}
+
+/* Positions change nothing that the host says, so that a recording of one step is all of them. */
+static void test_steps_ahead_are_alike_and_recorded(void **state)
+{
+    (void)state;
+    uint32_t most = 3 * KV_PAGE - 3; /* a page is asked for by a step that is not ahead */
+    for (uint32_t n = 1; n <= SLOTS; n++) {
+        first_launches = 0;
+        open_demo("graphs");
+        assert_int_equal(decode_demo(n, look_at_launches), most);
+        close_demo();
+        open_demo(NULL);
+        assert_int_equal(decode_demo(n, look_at_recordings), most);
+        assert_int_equal(decode_demo(n, look_at_recordings), most);
+        assert_true(fake.execs > 0);
+        close_demo();
+        open_demo("ahead");
+        assert_int_equal(decode_demo(n, look_at_recordings), 0);
+        close_demo();
+    }
+}
+
 /* ---- launches ----------------------------------------------------------------------------- */
 
 /* Of the family, 35B first, and wider than any of it. */
@@ -437,6 +676,7 @@ static void test_without_each_technique(void **state)
         if (!device_open(&(struct device_options){.name = "cuda", .without = names[i]}, &device,
                          &err))
             fail_msg("%s", err.text);
+        assert_int_equal(device_calls(device)->fetch == NULL, !strcmp(names[i], "ahead"));
         if (strcmp(names[i], "routing") != 0) /* which reads the ids */
             for (uint32_t rows = 1; rows <= 8192; rows = rows * 3 + 1) {
                 run_all(device, &shapes[0], rows, 1);
@@ -460,6 +700,10 @@ int main(void)
         cmocka_unit_test(test_weights_are_copied_whole),
         cmocka_unit_test(test_opening_fails_clean),
         cmocka_unit_test(test_a_failed_step_is_told_and_forgotten),
+        cmocka_unit_test(test_a_fetch_keeps_what_stood_there),
+        cmocka_unit_test(test_a_failure_is_told_by_the_next_collect),
+        cmocka_unit_test(test_a_fetch_without_memory),
+        cmocka_unit_test(test_steps_ahead_are_alike_and_recorded),
         cmocka_unit_test(test_launches_are_what_each_gpu_allows),
         cmocka_unit_test(test_without_each_technique),
     };

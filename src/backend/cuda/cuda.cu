@@ -3,6 +3,7 @@
  * Invariant: everything runs on one stream, and scratch moves only between ops. */
 #include "backend/cuda/ops.cuh"
 
+#include <initializer_list>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -314,16 +315,65 @@ static void cuda_copy(struct device *device, struct span to, struct span from, u
                                    cudaMemcpyDeviceToDevice, device->stream));
 }
 
+/* After an error nothing runs on, and no recording stays: one may lack what failed, or its
+ * scratch. */
+static bool cuda_give_error(struct device *device, struct err *err)
+{
+    if (device->error.kind == ERR_NONE)
+        return true;
+    cudaStreamSynchronize(device->stream);
+    cudaGetLastError();
+    device->staged_bytes = 0;
+    cuda_drop_recordings(device);
+    err_set(err, device->error.kind, "%s", device->error.text);
+    device->error.kind = ERR_NONE;
+    return false;
+}
+
 static bool cuda_sync(struct device *device, struct err *err)
 {
     cuda_check(device, "the device failed", cudaStreamSynchronize(device->stream));
     device->staged_bytes = 0;
-    if (device->error.kind == ERR_NONE)
+    return cuda_give_error(device, err);
+}
+
+/* What the last fetch brought has been collected: its memory may go. */
+static bool cuda_fetch_space(struct device *device, uint32_t bytes)
+{
+    if (device->fetch.space >= bytes)
         return true;
-    err_set(err, device->error.kind, "%s", device->error.text);
-    device->error.kind = ERR_NONE;
-    cuda_drop_recordings(device); /* one may lack what failed, or its scratch */
+    if (device->fetch.data)
+        cudaFreeHost(device->fetch.data);
+    cudaError_t error = cudaMallocHost((void **)&device->fetch.data, bytes);
+    device->fetch.space = error == cudaSuccess ? bytes : 0;
+    if (error == cudaSuccess)
+        return true;
+    device->fetch.data = nullptr;
+    cuda_fail(device, ERR_RESOURCE, "no pinned memory is left for a step's choices", error);
     return false;
+}
+
+/* To pinned memory: a copy to any other would wait for the stream. */
+static void cuda_fetch(struct device *device, struct span from, uint32_t bytes)
+{
+    device->fetch.bytes = 0;
+    if (!cuda_fetch_space(device, bytes))
+        return;
+    cudaError_t error = cudaMemcpyAsync(device->fetch.data, cuda_at<const char>(from), bytes,
+                                        cudaMemcpyDeviceToHost, device->stream);
+    if (error == cudaSuccess)
+        error = cudaEventRecord(device->fetch.arrived, device->stream);
+    cuda_check(device, "a copy from the device failed", error);
+    device->fetch.bytes = error == cudaSuccess ? bytes : 0;
+}
+
+/* Waits for the event alone: what was encoded since goes on. */
+static bool cuda_collect(struct device *device, void *to, struct err *err)
+{
+    cuda_check(device, "the device failed", cudaEventSynchronize(device->fetch.arrived));
+    if (device->error.kind == ERR_NONE)
+        memcpy(to, device->fetch.data, device->fetch.bytes);
+    return cuda_give_error(device, err);
 }
 
 /* ---- recorded steps ----------------------------------------------------------------------- */
@@ -392,10 +442,11 @@ static void cuda_close(struct device *device)
     }
     for (int i = 0; i < SCRATCH_SLOTS; i++)
         cudaFree(device->scratch[i].data);
-    for (int i = 0; i < 2; i++)
-        if (device->arrived[i])
-            cudaEventDestroy(device->arrived[i]);
+    for (cudaEvent_t event : {device->arrived[0], device->arrived[1], device->fetch.arrived})
+        if (event)
+            cudaEventDestroy(event);
     cudaFreeHost(device->staging);
+    cudaFreeHost(device->fetch.data);
     if (device->stream)
         cudaStreamDestroy(device->stream);
     free(device);
@@ -437,6 +488,7 @@ static const struct {
     {"graphs", CUDA_GRAPHS},   {"overlap", CUDA_OVERLAP}, {"routing", CUDA_ROUTING},
     {"grouped", CUDA_GROUPED}, {"batch", CUDA_BATCH},     {"packing", CUDA_PACKING},
     {"split", CUDA_SPLIT},     {"flash", CUDA_FLASH},     {"chunks", CUDA_CHUNKS},
+    {"ahead", CUDA_AHEAD},
 };
 
 static bool cuda_leave_out(struct device *device, const char *name, struct err *err)
@@ -473,6 +525,10 @@ static void cuda_fill(struct device *device)
     calls->write = cuda_write;
     calls->read = cuda_read;
     calls->sync = cuda_sync;
+    if (!(device->without & CUDA_AHEAD)) {
+        calls->fetch = cuda_fetch;
+        calls->collect = cuda_collect;
+    }
     calls->close = cuda_close;
     calls->step_begin = cuda_step_begin;
     calls->step_end = cuda_step_end;
@@ -484,8 +540,9 @@ static cudaError_t cuda_open_parts(struct device *device)
     cudaError_t error = cudaStreamCreateWithFlags(&device->stream, cudaStreamNonBlocking);
     if (error == cudaSuccess)
         error = cudaMallocHost((void **)&device->staging, CUDA_STAGING_BYTES);
-    for (int i = 0; i < 2 && error == cudaSuccess; i++)
-        error = cudaEventCreateWithFlags(&device->arrived[i], cudaEventDisableTiming);
+    for (cudaEvent_t *event : {&device->arrived[0], &device->arrived[1], &device->fetch.arrived})
+        if (error == cudaSuccess)
+            error = cudaEventCreateWithFlags(event, cudaEventDisableTiming);
     if (error != cudaSuccess)
         return error;
     void *counters = cuda_scratch(device, SCRATCH_COUNTERS, CUDA_COUNTERS * sizeof(uint32_t));

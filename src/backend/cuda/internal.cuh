@@ -46,6 +46,7 @@ enum cuda_technique {
     CUDA_SPLIT = 1 << 6,   /* decode attention in parts; without: a block a row and KV head */
     CUDA_FLASH = 1 << 7,   /* prompts' attention in tiles; without: as decoding, a row a block */
     CUDA_CHUNKS = 1 << 8,  /* prompts' delta rule in chunks; without: a token at a time */
+    CUDA_AHEAD = 1 << 9,   /* a step is queued before the last one's tokens are read */
 };
 
 struct cuda_block; /* an allocation, cuda.cu */
@@ -73,6 +74,11 @@ struct device {
     char *staging; /* pinned: small writes go round it, large reads use its halves */
     uint64_t staged_bytes;
     cudaEvent_t arrived[2]; /* a half of a read */
+    struct {
+        char *data; /* pinned, [space] */
+        uint32_t space, bytes;
+        cudaEvent_t arrived;
+    } fetch;
     struct cuda_recording recordings[CUDA_RECORDINGS];
     struct cuda_recording *running; /* being recorded */
     const void *last_kernel;        /* launched, to keep a kernel from overlapping itself */
