@@ -78,12 +78,28 @@ static bool chat_check_content(json_t *message, size_t index, struct fault *faul
     return true;
 }
 
+/* The text of a content that has been checked: a string, a list of text parts, or none. */
+static void chat_add_content(const json_t *content, struct buf *out)
+{
+    const json_t *part;
+    size_t i;
+    if (json_is_string(content))
+        buf_append(out, json_string_value(content), json_string_length(content));
+    json_array_foreach(content, i, part)
+    {
+        const json_t *text = json_object_get(part, "text");
+        buf_append(out, json_string_value(text), json_string_length(text));
+    }
+}
+
 /* A history's answers: the thought goes by reasoning_content. An answer that was replayed as one
- * text begins with its think block, and the template splits it; any other text is taken as it is,
- * also when it speaks of the tags. */
+ * text begins with its think block, which ends where the parser ended it: at the first closing tag.
+ * Any other text is taken as it is, also when it speaks of the tags. */
 static void chat_tidy_assistant(json_t *message)
 {
+    static const char open[] = "<think>", close[] = "</think>";
     json_t *thought = json_object_get(message, "reasoning_content");
+    struct buf text = {0};
     if (!json_is_string(thought)) {
         thought = json_object_get(message, "reasoning");
         if (json_is_string(thought))
@@ -91,11 +107,22 @@ static void chat_tidy_assistant(json_t *message)
     }
     if (json_is_string(thought))
         return;
-    const char *content = json_string_value(json_object_get(message, "content"));
-    while (content && isspace((unsigned char)*content))
-        content++;
-    if (!content || strncmp(content, "<think>", 7) != 0)
+    buf_append_text(&text, "");
+    chat_add_content(json_object_get(message, "content"), &text);
+    const char *p = text.data, *end = p + text.len, *at = NULL;
+    while (p < end && isspace((unsigned char)*p))
+        p++;
+    if ((size_t)(end - p) >= sizeof open - 1 && !memcmp(p, open, sizeof open - 1))
+        at = memmem(p, (size_t)(end - p), close, sizeof close - 1);
+    if (at) {
+        p += sizeof open - 1;
+        json_object_set_new(message, "reasoning_content", answer_text(p, (size_t)(at - p)));
+        at += sizeof close - 1;
+        json_object_set_new(message, "content", answer_text(at, (size_t)(end - at)));
+    } else {
         json_object_set_new(message, "reasoning_content", json_string(""));
+    }
+    buf_free(&text);
 }
 
 /* A name that the prompt can hold without ending its tag. */
