@@ -4,6 +4,7 @@
 
 #include "server/chat.h"
 #include "server/request.h"
+#include "text/word.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -41,10 +42,9 @@ const struct field anthropic_fields[] = {
     {NULL, 0},
 };
 
-static const char *anthropic_type(const json_t *block)
+static const json_t *anthropic_type(const json_t *block)
 {
-    const char *type = json_string_value(json_object_get(block, "type"));
-    return type ? type : "none";
+    return json_object_get(block, "type");
 }
 
 /* The system prompt: its blocks joined by newlines, without the volatile ones. */
@@ -59,12 +59,12 @@ static bool anthropic_read_system(struct chat *chat, const json_t *system, struc
     for (size_t i = 0; i < count; i++) {
         const json_t *block = json_array_get(system, i);
         const json_t *part = json_is_string(system) ? system : json_object_get(block, "text");
-        if (!json_is_string(part)) {
+        if (!json_is_string(part) || (block && !word_is(anthropic_type(block), "text"))) {
             buf_free(&text);
             return fault_set(fault, "system",
                              "system[%zu]: blocks of type '%.60s' are not "
                              "supported",
-                             i, anthropic_type(block));
+                             i, word_shown(anthropic_type(block)));
         }
         const char *kept = chat_skip_volatile(json_string_value(part));
         size_t n = json_string_length(part) - (size_t)(kept - json_string_value(part));
@@ -107,8 +107,7 @@ static json_t *anthropic_describe_tool(const json_t *tools, const char *name)
     json_t *line = NULL;
     for (size_t i = 0; !line && i < json_array_size(tools); i++) {
         const json_t *tool = json_array_get(tools, i);
-        const char *own = json_string_value(json_object_get(tool, "name"));
-        if (own && !strcmp(own, name))
+        if (word_is(json_object_get(tool, "name"), name))
             line = json_pack("{s:O*,s:s,s:O*}", "description", json_object_get(tool, "description"),
                              "name", name, "parameters", json_object_get(tool, "input_schema"));
     }
@@ -133,8 +132,8 @@ static json_t *anthropic_resolve(struct chat *chat, const json_t *tools, json_t 
     json_t *parts = json_array();
     for (size_t i = 0; i < json_array_size(content); i++) {
         json_t *part = json_array_get(content, i);
-        const char *name = json_string_value(json_object_get(part, "tool_name"));
-        if (!name || strcmp(anthropic_type(part), "tool_reference") != 0) {
+        const char *name = word_text(json_object_get(part, "tool_name"));
+        if (!name || !word_is(anthropic_type(part), "tool_reference")) {
             json_array_append(parts, part);
             continue;
         }
@@ -184,17 +183,18 @@ static bool anthropic_add_call(json_t *message, const json_t *block, const char 
 static bool anthropic_add_own(struct anthropic_open *open, const json_t *block, const char *where,
                               struct fault *fault)
 {
-    const char *type = anthropic_type(block);
+    const json_t *type = anthropic_type(block);
     json_t *thought = json_object_get(block, "thinking");
-    if (!strcmp(type, "thinking") && json_is_string(thought)) {
+    if (word_is(type, "thinking") && json_is_string(thought)) {
         json_object_set(open->message, "reasoning_content", thought);
         return true;
     }
-    if (!strcmp(type, "redacted_thinking"))
+    if (word_is(type, "redacted_thinking"))
         return true;
-    if (!strcmp(type, "tool_use"))
+    if (word_is(type, "tool_use"))
         return anthropic_add_call(open->message, block, where, fault);
-    return fault_set(fault, where, "%s: blocks of type '%.60s' are not supported", where, type);
+    return fault_set(fault, where, "%s: blocks of type '%.60s' are not supported", where,
+                     word_shown(type));
 }
 
 static bool anthropic_add_block(struct chat *chat, const json_t *tools, const char *role,
@@ -202,8 +202,8 @@ static bool anthropic_add_block(struct chat *chat, const json_t *tools, const ch
                                 struct fault *fault)
 {
     const json_t *text = json_object_get(block, "text");
-    const char *type = anthropic_type(block);
-    if (!strcmp(type, "text") && json_is_string(text)) {
+    const json_t *type = anthropic_type(block);
+    if (word_is(type, "text") && json_is_string(text)) {
         if (!open->message)
             anthropic_begin_message(chat, role, open);
         buf_append(&open->text, json_string_value(text), json_string_length(text));
@@ -211,8 +211,9 @@ static bool anthropic_add_block(struct chat *chat, const json_t *tools, const ch
     }
     if (!strcmp(role, "assistant"))
         return anthropic_add_own(open, block, where, fault);
-    if (strcmp(type, "tool_result") != 0)
-        return fault_set(fault, where, "%s: blocks of type '%.60s' are not supported", where, type);
+    if (!word_is(type, "tool_result"))
+        return fault_set(fault, where, "%s: blocks of type '%.60s' are not supported", where,
+                         word_shown(type));
     anthropic_end_message(open);
     return anthropic_add_result(chat, tools, block, where, fault);
 }
@@ -241,7 +242,7 @@ static bool anthropic_read_messages(struct chat *chat, const json_t *body, struc
         return fault_set(fault, "messages", "'messages' must be a list with at least one message");
     for (size_t i = 0; i < json_array_size(messages); i++) {
         const json_t *message = json_array_get(messages, i);
-        const char *role = json_string_value(json_object_get(message, "role"));
+        const char *role = word_text(json_object_get(message, "role"));
         json_t *content = json_object_get(message, "content");
         if (!role || (strcmp(role, "user") && strcmp(role, "assistant") && strcmp(role, "system")))
             return fault_set(fault, "messages",
@@ -270,14 +271,14 @@ static bool anthropic_read_tools(struct chat *chat, const json_t *tools, struct 
     for (size_t i = 0; i < json_array_size(tools); i++) {
         json_t *tool = json_array_get(tools, i), *function = json_object();
         bool deferred = false;
-        const char *type = json_string_value(json_object_get(tool, "type"));
+        const json_t *type = json_object_get(tool, "type");
         json_t *name = json_object_get(tool, "name"), *text = json_object_get(tool, "description");
         json_t *schema = json_object_get(tool, "input_schema");
         json_array_append_new(chat->tools,
                               json_pack("{s:s,s:o}", "type", "function", "function", function));
-        if (type && strcmp(type, "custom") != 0)
+        if (type && !word_is(type, "custom"))
             return fault_set(fault, "tools", "tools[%zu]: tools of type '%.60s' are not supported",
-                             i, type);
+                             i, word_shown(type));
         json_object_set(function, "name", name);
         if (json_is_string(text))
             json_object_set(function, "description", text);
@@ -293,13 +294,13 @@ static bool anthropic_read_tools(struct chat *chat, const json_t *tools, struct 
 
 static bool anthropic_read_choice(struct chat *chat, const json_t *choice, struct fault *fault)
 {
-    const char *type = anthropic_type(choice);
+    const json_t *type = anthropic_type(choice);
     if (!choice)
         return true;
     if (!fields_read_bool(choice, "disable_parallel_tool_use", &chat->one_call, fault))
         return false;
-    if (!strcmp(type, "tool")) {
-        const char *name = json_string_value(json_object_get(choice, "name"));
+    if (word_is(type, "tool")) {
+        const char *name = word_text(json_object_get(choice, "name"));
         json_t *named =
             json_pack("{s:s,s:{s:s}}", "type", "function", "function", "name", name ? name : "");
         bool ok = chat_read_choice(chat, named, fault);
@@ -308,11 +309,11 @@ static bool anthropic_read_choice(struct chat *chat, const json_t *choice, struc
         chat->one_call = true;
         return ok;
     }
-    bool any = !strcmp(type, "any");
-    if (!any && strcmp(type, "auto") != 0 && strcmp(type, "none") != 0)
+    bool any = word_is(type, "any");
+    if (!any && !word_is(type, "auto") && !word_is(type, "none"))
         return fault_set(fault, "tool_choice",
                          "'tool_choice.type' must be auto, any, tool or none");
-    json_t *name = json_string(any ? "required" : type);
+    json_t *name = json_string(any ? "required" : word_text(type));
     bool ok = chat_read_choice(chat, name, fault);
     json_decref(name);
     return ok;
@@ -325,9 +326,9 @@ static bool anthropic_read_thinking(struct chat *chat, const json_t *body, struc
     if (!fields_read_typed(body, "thinking", JSON_OBJECT, &thinking, fault) ||
         !fields_read_typed(body, "output_config", JSON_OBJECT, &config, fault))
         return false;
-    const char *type = anthropic_type(thinking);
-    bool on = thinking && (!strcmp(type, "enabled") || !strcmp(type, "adaptive"));
-    if (thinking && !on && strcmp(type, "disabled") != 0)
+    const json_t *type = anthropic_type(thinking);
+    bool on = word_is(type, "enabled") || word_is(type, "adaptive");
+    if (thinking && !on && !word_is(type, "disabled"))
         return fault_set(fault, "thinking",
                          "'thinking.type' must be enabled, adaptive or disabled");
     if (!chat_read_effort(chat, fields_get(config, "effort"), "output_config.effort", fault) ||

@@ -4,6 +4,7 @@
 
 #include "base/mem.h"
 #include "server/fields.h"
+#include "text/word.h"
 
 #include <ctype.h>
 #include <stdio.h>
@@ -43,12 +44,12 @@ const char *chat_skip_volatile(const char *text)
 
 static bool chat_check_part(const json_t *part, size_t message, size_t index, struct fault *fault)
 {
-    const char *type = json_string_value(json_object_get(part, "type"));
+    const json_t *type = json_object_get(part, "type");
     char where[80];
     snprintf(where, sizeof where, "messages[%zu].content[%zu]", message, index);
-    if (!type || strcmp(type, "text") != 0)
+    if (!word_is(type, "text"))
         return fault_set(fault, where, "%s: parts of type '%.60s' are not supported; send text",
-                         where, type ? type : "none");
+                         where, word_shown(type));
     if (!json_is_string(json_object_get(part, "text")))
         return fault_set(fault, where, "%s.text must be text", where);
     return true;
@@ -57,12 +58,11 @@ static bool chat_check_part(const json_t *part, size_t message, size_t index, st
 static bool chat_check_content(json_t *message, size_t index, struct fault *fault)
 {
     json_t *content = json_object_get(message, "content");
-    const char *role = json_string_value(json_object_get(message, "role"));
+    const json_t *role = json_object_get(message, "role");
     for (size_t i = 0; json_is_array(content) && i < json_array_size(content); i++)
         if (!chat_check_part(json_array_get(content, i), index, i, fault))
             return false;
-    bool system = role && (!strcmp(role, "system") || !strcmp(role, "developer"));
-    if (!system)
+    if (!word_is(role, "system") && !word_is(role, "developer"))
         return true;
     json_t *text =
         json_is_array(content) ? json_object_get(json_array_get(content, 0), "text") : content;
@@ -128,7 +128,7 @@ static void chat_tidy_assistant(json_t *message)
 /* A name that the prompt can hold without ending its tag. */
 static bool chat_is_name(const json_t *value)
 {
-    const char *name = json_string_value(value);
+    const char *name = word_text(value);
     if (!name || !*name || json_string_length(value) > CHAT_MAX_NAME)
         return false;
     for (; *name; name++)
@@ -163,13 +163,13 @@ json_t *chat_join_text(const json_t *value, const char *where, const char *noun,
         return json_incref((json_t *)value);
     for (size_t i = 0; i < json_array_size(value); i++) {
         const json_t *part = json_array_get(value, i), *body = json_object_get(part, "text");
-        const char *type = json_string_value(json_object_get(part, "type"));
+        const json_t *type = json_object_get(part, "type");
         size_t t = 0;
-        while (types[t] && (!type || strcmp(type, types[t]) != 0))
+        while (types[t] && !word_is(type, types[t]))
             t++;
         if (!types[t] || !json_is_string(body)) {
             fault_set(fault, where, "%s[%zu]: %ss of type '%.60s' are not supported", where, i,
-                      noun, type ? type : "none");
+                      noun, word_shown(type));
             buf_free(&text);
             return NULL;
         }
@@ -182,6 +182,18 @@ json_t *chat_join_text(const json_t *value, const char *where, const char *noun,
     json_t *joined = answer_buf_text(&text);
     buf_free(&text);
     return joined;
+}
+
+bool chat_check_role(const json_t *message, const char *where, struct fault *fault)
+{
+    static const char *const roles[] = {"system", "developer", "user", "assistant", "tool"};
+    const json_t *role = json_object_get(message, "role");
+    for (size_t i = 0; i < sizeof roles / sizeof *roles; i++)
+        if (word_is(role, roles[i]))
+            return true;
+    return fault_set(fault, where,
+                     "%s.role is '%.60s'; use system, developer, user, assistant or tool", where,
+                     word_shown(role));
 }
 
 bool chat_check_messages(json_t *messages, struct fault *fault)
@@ -201,13 +213,13 @@ bool chat_check_messages(json_t *messages, struct fault *fault)
         json_t *message = json_array_get(messages, i);
         char where[40];
         snprintf(where, sizeof where, "messages[%zu]", i);
-        if (!json_is_object(message) || !json_is_string(json_object_get(message, "role")))
+        if (!json_is_object(message) || !json_object_get(message, "role"))
             return fault_set(fault, where, "%s must be an object with a role", where);
-        const char *role = json_string_value(json_object_get(message, "role"));
-        if (!fields_check(message, fields, where, fault) ||
+        if (!chat_check_role(message, where, fault) ||
+            !fields_check(message, fields, where, fault) ||
             !chat_check_content(message, i, fault) || !chat_check_calls(message, i, fault))
             return false;
-        if (!strcmp(role, "assistant"))
+        if (word_is(json_object_get(message, "role"), "assistant"))
             chat_tidy_assistant(message);
     }
     return true;
@@ -220,12 +232,12 @@ bool chat_check_tools(const json_t *tools, struct fault *fault)
     for (size_t i = 0; i < json_array_size(tools); i++) {
         const json_t *tool = json_array_get(tools, i),
                      *function = json_object_get(tool, "function");
-        const char *type = json_string_value(json_object_get(tool, "type"));
+        const json_t *type = json_object_get(tool, "type");
         char where[40];
         snprintf(where, sizeof where, "tools[%zu]", i);
-        if (!type || strcmp(type, "function") != 0)
+        if (!word_is(type, "function"))
             return fault_set(fault, where, "%s: tools of type '%.60s' are not supported", where,
-                             type ? type : "none");
+                             word_shown(type));
         if (!chat_is_name(json_object_get(function, "name")))
             return fault_set(fault, where,
                              "%s.function.name must have 1 to %d letters, digits, or _ - . : / $",
@@ -241,7 +253,7 @@ static bool chat_has_tool(const struct chat *chat, const char *name)
 {
     for (size_t i = 0; i < json_array_size(chat->tools); i++) {
         const json_t *function = json_object_get(json_array_get(chat->tools, i), "function");
-        if (!strcmp(json_string_value(json_object_get(function, "name")), name))
+        if (word_is(json_object_get(function, "name"), name))
             return true;
     }
     return false;
@@ -250,20 +262,18 @@ static bool chat_has_tool(const struct chat *chat, const char *name)
 bool chat_read_choice(struct chat *chat, const json_t *value, struct fault *fault)
 {
     static const char *const names[] = {"auto", "none", "required"};
-    const char *text = json_string_value(value);
     if (!value)
         return true;
-    for (int i = 0; text && i < 3; i++)
-        if (!strcmp(text, names[i])) {
+    for (int i = 0; i < 3; i++)
+        if (word_is(value, names[i])) {
             chat->choice = (enum chat_choice)i;
             if (i == CHAT_REQUIRED && !json_array_size(chat->tools))
                 return fault_set(fault, "tool_choice", "'tool_choice' required needs 'tools'");
             return true;
         }
-    const char *type = json_string_value(json_object_get(value, "type"));
     const json_t *function = json_object_get(value, "function");
-    const char *name = json_string_value(json_object_get(function ? function : value, "name"));
-    if (!type || strcmp(type, "function") != 0 || !name)
+    const char *name = word_text(json_object_get(function ? function : value, "name"));
+    if (!word_is(json_object_get(value, "type"), "function") || !name)
         return fault_set(fault, "tool_choice",
                          "'tool_choice' must be auto, none, required, or an object that names a "
                          "function");
@@ -278,14 +288,14 @@ bool chat_read_choice(struct chat *chat, const json_t *value, struct fault *faul
 bool chat_read_format(struct chat *chat, const json_t *format, const char *where,
                       struct fault *fault)
 {
-    const char *type = json_string_value(json_object_get(format, "type"));
-    if (!format || (type && !strcmp(type, "text")))
+    const json_t *type = json_object_get(format, "type");
+    if (!format || word_is(type, "text"))
         return true;
-    if (type && !strcmp(type, "json_object")) {
+    if (word_is(type, "json_object")) {
         chat->schema = json_pack("{s:s}", "type", "object");
         return true;
     }
-    if (!type || strcmp(type, "json_schema") != 0)
+    if (!word_is(type, "json_schema"))
         return fault_set(fault, where, "'%s.type' must be text, json_object or json_schema", where);
     const json_t *inner = json_object_get(format, "json_schema");
     json_t *schema = json_object_get(inner ? inner : format, "schema");
@@ -305,11 +315,10 @@ bool chat_read_effort(struct chat *chat, const json_t *value, const char *where,
     } efforts[] = {{"none", false, 0}, {"minimal", false, 0}, {"low", true, CHAT_LOW_TOKENS},
                    {"high", true, 0},  {"xhigh", true, 0},    {"medium", true, CHAT_MEDIUM_TOKENS},
                    {"max", true, 0}};
-    const char *text = json_string_value(value);
     if (!value)
         return true;
-    for (size_t i = 0; text && i < sizeof efforts / sizeof *efforts; i++)
-        if (!strcmp(text, efforts[i].name)) {
+    for (size_t i = 0; i < sizeof efforts / sizeof *efforts; i++)
+        if (word_is(value, efforts[i].name)) {
             chat->options.enable_thinking = efforts[i].think;
             chat->think_tokens = efforts[i].tokens;
             return true;

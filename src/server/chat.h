@@ -25,6 +25,9 @@ struct chat {
 void chat_init(struct chat *chat, const struct answer *answer);
 void chat_free(struct chat *chat);
 
+/* That the message has one of the five roles. */
+bool chat_check_role(const json_t *message, const char *where, struct fault *fault);
+
 /* Checks and tidies messages in place: content parts must be text, texts of roles and names sound,
  * `reasoning` counts as reasoning_content, volatile head lines go. */
 bool chat_check_messages(json_t *messages, struct fault *fault);

@@ -1,6 +1,8 @@
 /* Owns nothing. Errors name the field, what it must be, and never repeat the whole value. */
 #include "server/fields.h"
 
+#include "text/word.h"
+
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -95,7 +97,7 @@ bool fields_read_text(const json_t *object, const char *name, const char **out, 
     json_t *value;
     if (!fields_read_typed(object, name, JSON_STRING, &value, fault))
         return false;
-    if (value && strlen(json_string_value(value)) != json_string_length(value))
+    if (value && !word_text(value))
         return fault_set(fault, name, "'%s' must not hold a zero character", name);
     if (value)
         *out = json_string_value(value);

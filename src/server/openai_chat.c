@@ -4,6 +4,7 @@
 #include "server/chat.h"
 #include "server/request.h"
 #include "text/pyjson.h"
+#include "text/word.h"
 
 #include <string.h>
 
@@ -99,8 +100,7 @@ static bool openai_chat_read_thinking(struct answer *a, struct chat *chat, struc
 static bool openai_chat_check_modalities(const struct answer *a, struct fault *fault)
 {
     const json_t *list = fields_get(a->body, "modalities");
-    const char *first = json_string_value(json_array_get(list, 0));
-    if (!list || (json_array_size(list) == 1 && first && !strcmp(first, "text")))
+    if (!list || (json_array_size(list) == 1 && word_is(json_array_get(list, 0), "text")))
         return true;
     return fault_set(fault, "modalities", "'modalities' may only be [\"text\"]");
 }

@@ -3,6 +3,7 @@
 #include "server/request.h"
 
 #include "base/mem.h"
+#include "text/word.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -120,7 +121,7 @@ static bool request_add_stop(struct answer *a, const char *name, const json_t *v
     if (!json_is_string(value))
         return fault_set(fault, name, "'%s' must be text or a list of texts", name);
     size_t n = json_string_length(value);
-    if (n == 0 || n > REQUEST_MAX_STOP_BYTES || strlen(json_string_value(value)) != n)
+    if (n == 0 || n > REQUEST_MAX_STOP_BYTES || !word_text(value))
         return fault_set(fault, name,
                          "each text of '%s' must have 1 to %d bytes and no zero character", name,
                          REQUEST_MAX_STOP_BYTES);

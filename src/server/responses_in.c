@@ -5,6 +5,7 @@
 
 #include "server/chat.h"
 #include "server/request.h"
+#include "text/word.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -70,7 +71,7 @@ json_t *responses_wrap_thought(const struct buf *text)
 static json_t *responses_unwrap_thought(const json_t *value)
 {
     static const char digits[] = "0123456789abcdef";
-    const char *p = json_string_value(value), *hi, *lo;
+    const char *p = word_text(value), *hi, *lo;
     struct buf out = {0};
     if (!p || strncmp(p, responses_mark, sizeof responses_mark - 1) != 0)
         return NULL;
@@ -97,11 +98,10 @@ static json_t *responses_read_text(const json_t *value, const char *where, struc
 static json_t *responses_open_answer(struct chat *chat, const char *lacking)
 {
     json_t *last = json_array_get(chat->messages, json_array_size(chat->messages) - 1);
-    const char *role = json_string_value(json_object_get(last, "role"));
     bool calls = json_object_get(last, "tool_calls") != NULL;
     bool text = json_string_length(json_object_get(last, "content")) > 0;
-    bool fits =
-        role && !strcmp(role, "assistant") && (!strcmp(lacking, "call") || (!calls && !text));
+    bool fits = word_is(json_object_get(last, "role"), "assistant") &&
+                (!strcmp(lacking, "call") || (!calls && !text));
     if (!fits) {
         last = json_pack("{s:s,s:s}", "role", "assistant", "content", "");
         json_array_append_new(chat->messages, last);
@@ -112,15 +112,17 @@ static json_t *responses_open_answer(struct chat *chat, const char *lacking)
 static bool responses_add_message(struct chat *chat, const json_t *item, const char *where,
                                   struct fault *fault)
 {
-    const char *role = json_string_value(json_object_get(item, "role"));
+    json_t *role = json_object_get(item, "role");
+    if (!chat_check_role(item, where, fault))
+        return false;
     json_t *text = responses_read_text(json_object_get(item, "content"), where, fault);
     if (!text)
         return false;
-    if (role && !strcmp(role, "assistant"))
+    if (word_is(role, "assistant"))
         json_object_set_new(responses_open_answer(chat, "text"), "content", text);
     else
-        json_array_append_new(
-            chat->messages, json_pack("{s:s,s:o}", "role", role ? role : "none", "content", text));
+        json_array_append_new(chat->messages,
+                              json_pack("{s:O,s:o}", "role", role, "content", text));
     return true;
 }
 
@@ -137,7 +139,7 @@ void responses_split_name(const json_t *tools, json_t *item)
     const char *called = json_string_value(json_object_get(item, "name"));
     for (size_t i = 0; called && i < json_array_size(tools); i++) {
         const json_t *tool = json_array_get(tools, i), *inner = json_object_get(tool, "tools");
-        const char *space = json_string_value(json_object_get(tool, "name"));
+        const char *space = word_text(json_object_get(tool, "name"));
         for (size_t k = 0; space && k < json_array_size(inner); k++) {
             json_t *name = json_object_get(json_array_get(inner, k), "name");
             json_t *joined = responses_join_name(space, json_string_value(name));
@@ -156,11 +158,13 @@ static bool responses_add_call(struct chat *chat, const json_t *item, const char
                                struct fault *fault)
 {
     json_t *name = json_object_get(item, "name"), *text = json_object_get(item, "arguments");
-    if (!json_is_string(name) || (text && !json_is_string(text)))
+    if (!word_text(name) || (text && !json_is_string(text)))
         return fault_set(fault, where, "%s needs a name and arguments as text", where);
+    if (fields_get(item, "namespace") && !word_text(fields_get(item, "namespace")))
+        return fault_set(fault, where, "%s.namespace must be a name", where);
     json_t *answer = responses_open_answer(chat, "call"),
            *calls = json_object_get(answer, "tool_calls");
-    const char *space = json_string_value(json_object_get(item, "namespace"));
+    const char *space = word_text(json_object_get(item, "namespace"));
     if (!calls)
         json_object_set_new(answer, "tool_calls", calls = json_array());
     json_array_append_new(
@@ -188,16 +192,16 @@ static bool responses_add_thought(struct chat *chat, const json_t *item, const c
 static bool responses_add_item(struct chat *chat, const json_t *item, size_t index,
                                struct fault *fault)
 {
-    const char *type = json_string_value(json_object_get(item, "type"));
+    const json_t *type = fields_get(item, "type");
     char where[40];
     snprintf(where, sizeof where, "input[%zu]", index);
-    if ((!type && json_object_get(item, "role")) || (type && !strcmp(type, "message")))
+    if ((!type && json_object_get(item, "role")) || word_is(type, "message"))
         return responses_add_message(chat, item, where, fault);
-    if (type && !strcmp(type, "function_call"))
+    if (word_is(type, "function_call"))
         return responses_add_call(chat, item, where, fault);
-    if (type && !strcmp(type, "reasoning"))
+    if (word_is(type, "reasoning"))
         return responses_add_thought(chat, item, where, fault);
-    if (type && !strcmp(type, "function_call_output")) {
+    if (word_is(type, "function_call_output")) {
         json_t *text = responses_read_text(json_object_get(item, "output"), where, fault);
         if (text)
             json_array_append_new(chat->messages,
@@ -205,7 +209,7 @@ static bool responses_add_item(struct chat *chat, const json_t *item, size_t ind
         return text != NULL;
     }
     return fault_set(fault, where, "%s: items of type '%.60s' are not supported", where,
-                     type ? type : "none");
+                     word_shown(type));
 }
 
 static bool responses_read_input(struct answer *a, struct chat *chat, struct fault *fault)
@@ -239,7 +243,7 @@ static void responses_add_tool(struct chat *chat, const json_t *tool, const char
     for (size_t k = 0; k < sizeof kept / sizeof *kept; k++)
         if (fields_get(tool, kept[k]))
             json_object_set(function, kept[k], json_object_get(tool, kept[k]));
-    const char *name = json_string_value(json_object_get(function, "name"));
+    const char *name = word_text(json_object_get(function, "name"));
     if (space && name)
         json_object_set_new(function, "name", responses_join_name(space, name));
     json_array_append_new(chat->tools,
@@ -249,25 +253,24 @@ static void responses_add_tool(struct chat *chat, const json_t *tool, const char
 static bool responses_read_tool(struct chat *chat, const json_t *tool, size_t index,
                                 struct fault *fault)
 {
-    const char *type = json_string_value(json_object_get(tool, "type"));
-    const char *space = json_string_value(json_object_get(tool, "name"));
-    const json_t *inner = json_object_get(tool, "tools");
-    if (type && !strcmp(type, "function"))
+    const json_t *type = json_object_get(tool, "type"), *inner = json_object_get(tool, "tools");
+    const char *space = word_text(json_object_get(tool, "name"));
+    if (word_is(type, "function"))
         responses_add_tool(chat, tool, NULL);
-    if (type && (!strcmp(type, "function") || !strncmp(type, "web_search", 10)))
+    if (word_is(type, "function") || !strncmp(word_shown(type), "web_search", 10))
         return true;
-    if (!type || strcmp(type, "namespace") != 0)
+    if (!word_is(type, "namespace"))
         return fault_set(fault, "tools", "tools[%zu]: tools of type '%.60s' are not supported",
-                         index, type ? type : "none");
+                         index, word_shown(type));
     if (!space || !json_is_array(inner))
         return fault_set(fault, "tools", "tools[%zu]: a namespace needs a name and tools", index);
     for (size_t i = 0; i < json_array_size(inner); i++) {
         const json_t *one = json_array_get(inner, i);
-        const char *kind = json_string_value(json_object_get(one, "type"));
-        if (!kind || strcmp(kind, "function") != 0)
+        const json_t *kind = json_object_get(one, "type");
+        if (!word_is(kind, "function"))
             return fault_set(fault, "tools",
                              "tools[%zu].tools[%zu]: tools of type '%.60s' are not supported",
-                             index, i, kind ? kind : "none");
+                             index, i, word_shown(kind));
         responses_add_tool(chat, one, space);
     }
     return true;

@@ -1,6 +1,8 @@
 /* Owns nothing. The schemas of properties are shared with the document: each is built once. */
 #include "text/merge.h"
 
+#include "text/word.h"
+
 #include <string.h>
 
 enum { MERGE_DEPTH = 16 /* of allOf and $ref */ };
@@ -41,12 +43,11 @@ static bool merge_key(struct schema_build *b, json_t *merged, const char *key, j
         json_array_extend(json_object_get(merged, key), value);
         return true;
     }
-    if ((!strcmp(key, "type") && json_is_string(value) &&
-         !strcmp(json_string_value(value), "object")) ||
+    if ((!strcmp(key, "type") && word_is(value, "object")) ||
         (!strcmp(key, "additionalProperties") && json_is_true(value)))
         return true;
     if (!strcmp(key, "$ref")) {
-        const json_t *target = schema_find(b, json_string_value(value));
+        const json_t *target = schema_find(b, word_text(value));
         return target ? merge_part(b, merged, target, depth + 1)
                       : schema_refuse(b, key, "must lead to a place in the same document (#/...)");
     }

@@ -3,6 +3,7 @@
 
 #include "text/pattern.h"
 #include "text/rawform.h"
+#include "text/word.h"
 
 #include <string.h>
 
@@ -25,12 +26,12 @@ static bool scalar_add_pattern(struct schema_build *b, struct jsonform *form, co
 {
     const char *keyword = json_object_get(schema, "pattern") ? "pattern" : "format";
     const json_t *value = json_object_get(schema, keyword);
-    const char *pattern = json_string_value(value);
+    const char *pattern = word_text(value);
     *matched = value != NULL;
     if (!value)
         return true;
     if (!pattern)
-        return schema_refuse(b, keyword, "must be a string");
+        return schema_refuse(b, keyword, "must be a string without a zero character");
     if (!strcmp(keyword, "format") && !(pattern = pattern_of_format(pattern)))
         return schema_refuse(b, keyword,
                              "is supported for date, time, date-time, uuid, email and uri; remove "

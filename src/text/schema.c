@@ -15,6 +15,7 @@
 #include "text/rawform.h"
 #include "text/scalar.h"
 #include "text/values.h"
+#include "text/word.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -89,6 +90,44 @@ bool schema_count(struct schema_build *b, const json_t *schema, const char *key,
     return true;
 }
 
+static bool schema_types(struct schema_build *b, const json_t *schema, unsigned *types)
+{
+    static const char *const names[] = {"string", "integer", "number", "boolean",
+                                        "null",   "array",   "object"};
+    const json_t *type = json_object_get(schema, "type");
+    size_t count = json_is_array(type) ? json_array_size(type) : type != NULL;
+    *types = 0;
+    for (size_t i = 0; i < count; i++) {
+        const json_t *name = json_is_array(type) ? json_array_get(type, i) : type;
+        size_t k = 0;
+        while (k < 7 && !word_is(name, names[k]))
+            k++;
+        if (k == 7)
+            return schema_refuse(b, "type",
+                                 "must name string, integer, number, boolean, null, "
+                                 "array or object");
+        *types |= 1u << k;
+    }
+    if (!count) {
+        if (json_object_get(schema, "properties") || json_object_get(schema, "required") ||
+            json_object_get(schema, "additionalProperties"))
+            *types |= VALUES_OBJECT;
+        if (json_object_get(schema, "items") || json_object_get(schema, "prefixItems") ||
+            json_object_get(schema, "minItems") || json_object_get(schema, "maxItems"))
+            *types |= VALUES_ARRAY;
+        if (json_object_get(schema, "minLength") || json_object_get(schema, "maxLength") ||
+            json_object_get(schema, "pattern") || json_object_get(schema, "format"))
+            *types |= VALUES_STRING;
+        if (scalar_has_bounds(schema))
+            *types |= VALUES_NUMBER;
+        if (!*types)
+            *types = SCHEMA_ALL;
+    } else if (json_is_true(json_object_get(schema, "nullable"))) {
+        *types |= VALUES_NULL;
+    }
+    return true;
+}
+
 /* Keywords that say nothing about the value, or that are handled below. */
 bool schema_check_keywords(struct schema_build *b, const json_t *schema)
 {
@@ -130,6 +169,7 @@ bool schema_check_keywords(struct schema_build *b, const json_t *schema)
                                        "exclusiveMaximum"};
     const char *key;
     json_t *value;
+    unsigned types;
     json_object_foreach((json_t *)schema, key, value)
     {
         size_t i = 0;
@@ -140,45 +180,7 @@ bool schema_check_keywords(struct schema_build *b, const json_t *schema)
                                  "is not supported in constrained answers; remove it, or state it "
                                  "in the description");
     }
-    return true;
-}
-
-static bool schema_types(struct schema_build *b, const json_t *schema, unsigned *types)
-{
-    static const char *const names[] = {"string", "integer", "number", "boolean",
-                                        "null",   "array",   "object"};
-    const json_t *type = json_object_get(schema, "type");
-    size_t count = json_is_array(type) ? json_array_size(type) : type != NULL;
-    *types = 0;
-    for (size_t i = 0; i < count; i++) {
-        const char *name = json_string_value(json_is_array(type) ? json_array_get(type, i) : type);
-        size_t k = 0;
-        while (k < 7 && (!name || strcmp(name, names[k]) != 0))
-            k++;
-        if (k == 7)
-            return schema_refuse(b, "type",
-                                 "must name string, integer, number, boolean, null, "
-                                 "array or object");
-        *types |= 1u << k;
-    }
-    if (!count) {
-        if (json_object_get(schema, "properties") || json_object_get(schema, "required") ||
-            json_object_get(schema, "additionalProperties"))
-            *types |= VALUES_OBJECT;
-        if (json_object_get(schema, "items") || json_object_get(schema, "prefixItems") ||
-            json_object_get(schema, "minItems") || json_object_get(schema, "maxItems"))
-            *types |= VALUES_ARRAY;
-        if (json_object_get(schema, "minLength") || json_object_get(schema, "maxLength") ||
-            json_object_get(schema, "pattern") || json_object_get(schema, "format"))
-            *types |= VALUES_STRING;
-        if (scalar_has_bounds(schema))
-            *types |= VALUES_NUMBER;
-        if (!*types)
-            *types = SCHEMA_ALL;
-    } else if (json_is_true(json_object_get(schema, "nullable"))) {
-        *types |= VALUES_NULL;
-    }
-    return true;
+    return schema_types(b, schema, &types);
 }
 
 /* JSON that is given by the schema; within calls, tags that it spells are escaped. */
@@ -256,11 +258,9 @@ static bool schema_array(struct schema_build *b, uint32_t from, uint32_t end, co
 static bool schema_is_required(const json_t *schema, const char *key)
 {
     const json_t *list = json_object_get(schema, "required");
-    for (size_t i = 0; i < json_array_size(list); i++) {
-        const char *name = json_string_value(json_array_get(list, i));
-        if (name && !strcmp(name, key))
+    for (size_t i = 0; i < json_array_size(list); i++)
+        if (word_is(json_array_get(list, i), key))
             return true;
-    }
     return false;
 }
 
@@ -276,7 +276,7 @@ static bool schema_check_object(struct schema_build *b, const json_t *schema)
     if (required && !json_is_array(required))
         return schema_refuse(b, "required", "must be a list of names");
     for (size_t i = 0; i < json_array_size(required); i++) {
-        const char *name = json_string_value(json_array_get(required, i));
+        const char *name = word_text(json_array_get(required, i));
         if (!name || !json_object_get(all, name))
             return schema_refuse(b, "required", "names a property that properties lacks");
     }
@@ -427,10 +427,10 @@ static bool schema_combined(struct schema_build *b, uint32_t from, uint32_t end,
             return schema_refuse(b, others[i],
                                  "is not supported beside $ref, anyOf, oneOf or allOf");
     if (!strcmp(keyword, "$ref")) {
-        const json_t *target = schema_follow(b->root, json_string_value(parts));
+        const json_t *target = schema_follow(b->root, word_text(parts));
         if (!target)
             return schema_refuse(b, "$ref", "must lead to a place in the same document (#/...)");
-        if (!schema_later(b, target, json_string_value(parts), &rule))
+        if (!schema_later(b, target, word_text(parts), &rule))
             return false;
         automaton_add_call(b->a, from, end, rule);
         return true;

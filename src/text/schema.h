@@ -19,7 +19,7 @@ bool schema_add(struct schema_build *build, const json_t *schema, uint32_t *rule
 bool schema_count(struct schema_build *build, const json_t *schema, const char *key, long none,
                   long *out);
 struct jsonform *schema_form(struct schema_build *build);
-/* Refuses keywords that are not supported. */
+/* Refuses keywords that are not supported, and types that are none. */
 bool schema_check_keywords(struct schema_build *build, const json_t *schema);
 /* The schema that a $ref leads to, or null. */
 const json_t *schema_find(const struct schema_build *build, const char *ref);

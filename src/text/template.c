@@ -9,6 +9,7 @@
 #include "base/mem.h"
 #include "base/utf8.h"
 #include "text/pyjson.h"
+#include "text/word.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -198,8 +199,7 @@ static void template_add_slice(struct template_run *run, struct slice s)
 
 static bool template_is_role(const json_t *message, const char *role)
 {
-    const char *have = json_string_value(json_object_get(message, "role"));
-    return have && !strcmp(have, role);
+    return word_is(json_object_get(message, "role"), role);
 }
 
 static bool template_is_system(const json_t *message)
@@ -212,11 +212,11 @@ static bool template_read_part(struct template_run *run, size_t index, size_t pa
                                const json_t *item, bool count, struct err *err)
 {
     const json_t *message = json_array_get(run->messages, index);
-    const char *type = json_string_value(json_object_get(item, "type"));
+    const json_t *type = json_object_get(item, "type");
     const json_t *text = json_object_get(item, "text");
     bool image = json_object_get(item, "image") || json_object_get(item, "image_url") ||
-                 (type && !strcmp(type, "image"));
-    bool video = json_object_get(item, "video") || (type && !strcmp(type, "video"));
+                 word_is(type, "image");
+    bool video = json_object_get(item, "video") || word_is(type, "video");
     if (image || video) {
         if (template_is_system(message))
             return err_set(err, ERR_USAGE, "System message cannot contain %s. (messages[%zu])",
@@ -233,7 +233,7 @@ static bool template_read_part(struct template_run *run, size_t index, size_t pa
         return err_set(err, ERR_USAGE,
                        "Unexpected item type in content. (messages[%zu].content[%zu], type '%s': "
                        "send text parts)",
-                       index, part, type ? type : "none");
+                       index, part, word_shown(type));
     if (!json_is_string(text))
         return err_set(err, ERR_USAGE, "messages[%zu].content[%zu].text must be a string", index,
                        part);
@@ -492,11 +492,10 @@ static bool template_add_message(struct template_run *run, size_t index, struct 
         template_add_result(run, index, content);
         return true;
     }
-    const char *role = json_string_value(json_object_get(message, "role"));
     return err_set(err, ERR_USAGE,
                    "Unexpected message role. (messages[%zu], role '%s': use system, developer, "
                    "user, assistant or tool)",
-                   index, role ? role : "none");
+                   index, word_shown(json_object_get(message, "role")));
 }
 
 static void template_add_generation(struct template_run *run)

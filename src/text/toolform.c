@@ -11,6 +11,7 @@
 #include "text/rawform.h"
 #include "text/scalar.h"
 #include "text/values.h"
+#include "text/word.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -103,7 +104,7 @@ static bool toolform_any_of(struct toolform *t, const json_t *schema, const char
 static bool toolform_value(struct toolform *t, const json_t *schema, int depth)
 {
     static const char *const beside[] = {"type", "properties", "items", "enum", "const", "allOf"};
-    const char *ref = json_string_value(json_object_get(schema, "$ref"));
+    const json_t *ref = json_object_get(schema, "$ref");
     const char *keyword = json_object_get(schema, "anyOf") ? "anyOf" : "oneOf";
     uint32_t rule;
     bool alone = true;
@@ -116,7 +117,7 @@ static bool toolform_value(struct toolform *t, const json_t *schema, int depth)
     if (!schema_check_keywords(t->b, schema))
         return false;
     if (ref && alone && depth < TOOLFORM_DEPTH) {
-        const json_t *target = schema_find(t->b, ref);
+        const json_t *target = schema_find(t->b, word_text(ref));
         return target ? toolform_value(t, target, depth + 1)
                       : schema_refuse(t->b, "$ref",
                                       "must lead to a place in the same document (#/...)");
@@ -165,11 +166,9 @@ static bool toolform_parameter(struct toolform *t, const char *key, const json_t
 
 static bool toolform_is_required(const json_t *list, const char *key)
 {
-    for (size_t i = 0; i < json_array_size(list); i++) {
-        const char *name = json_string_value(json_array_get(list, i));
-        if (name && !strcmp(name, key))
+    for (size_t i = 0; i < json_array_size(list); i++)
+        if (word_is(json_array_get(list, i), key))
             return true;
-    }
     return false;
 }
 
@@ -199,12 +198,12 @@ static bool toolform_check(struct schema_build *b, const json_t *schema)
             return schema_refuse(b, refused[i],
                                  "is not supported for all parameters of a tool; state the "
                                  "parameters as properties");
-    if (type && (!json_is_string(type) || strcmp(json_string_value(type), "object") != 0))
+    if (type && !word_is(type, "object"))
         return schema_refuse(b, "type", "must be object for a tool's parameters");
     if (all && !json_is_object(all))
         return schema_refuse(b, "properties", "must be an object");
     for (size_t i = 0; i < json_array_size(required); i++) {
-        const char *name = json_string_value(json_array_get(required, i));
+        const char *name = word_text(json_array_get(required, i));
         if (!name || !json_object_get(all, name))
             return schema_refuse(b, "required", "names a property that properties lacks");
     }
@@ -215,7 +214,7 @@ static bool toolform_check(struct schema_build *b, const json_t *schema)
 static bool toolform_function(struct automaton *a, const json_t *function, uint32_t *raw,
                               uint32_t from, uint32_t end, struct err *err)
 {
-    const char *name = json_string_value(json_object_get(function, "name")), *key;
+    const char *name = word_text(json_object_get(function, "name")), *key;
     const json_t *schema = json_object_get(function, "parameters"),
                  *all = json_object_get(schema, "properties"),
                  *required = json_object_get(schema, "required");
@@ -262,8 +261,7 @@ static bool toolform_calls(struct automaton *a, uint32_t at, uint32_t end, const
     for (size_t i = 0; i < json_array_size(tools); i++) {
         const json_t *tool = json_array_get(tools, i), *f = json_object_get(tool, "function");
         f = json_is_object(f) ? f : tool;
-        const char *have = json_string_value(json_object_get(f, "name"));
-        if (name && (!have || strcmp(have, name) != 0))
+        if (name && !word_is(json_object_get(f, "name"), name))
             continue;
         count++;
         if (!toolform_function(a, f, &raw, function, body, err))

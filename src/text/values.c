@@ -4,6 +4,7 @@
 
 #include "base/mem.h"
 #include "text/pyjson.h"
+#include "text/word.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -47,9 +48,8 @@ static unsigned values_type_named(const json_t *name)
         {"boolean", VALUES_BOOLEAN}, {"null", VALUES_NULL},       {"array", VALUES_ARRAY},
         {"object", VALUES_OBJECT},
     };
-    const char *text = json_string_value(name);
-    for (size_t i = 0; text && i < sizeof types / sizeof *types; i++)
-        if (!strcmp(text, types[i].name))
+    for (size_t i = 0; i < sizeof types / sizeof *types; i++)
+        if (word_is(name, types[i].name))
             return types[i].type;
     return 0;
 }
@@ -108,7 +108,7 @@ static unsigned values_collect(const json_t *root, const json_t *schema, int dep
         for (size_t i = 0; i < json_array_size(list); i++)
             types |= values_collect(root, json_array_get(list, i), depth + 1);
     }
-    const char *ref = json_string_value(json_object_get(schema, "$ref"));
+    const char *ref = word_text(json_object_get(schema, "$ref"));
     types |= values_collect(root, values_follow(root, ref), depth + 1);
     if (!types) {
         const json_t *list = json_object_get(schema, "enum"),

@@ -232,6 +232,7 @@ static void test_tool_refusals(void **state)
         {"{'type':'object','properties':{},'minProperties':1}", "minProperties"},
         {"{'type':'object','properties':{},'anyOf':[{}]}", "anyOf"},
         {"{'type':'array'}", "type"},
+        {"{'properties':{'a':{'type':'text'}}}", "type at /properties/a"},
         {"{'properties':{'a':{'type':'string','contentEncoding':'x'}}}",
          "contentEncoding at /properties/a"},
         {"{'properties':{'a':{'enum':['7',8]}}}", "another type"},
