@@ -4,6 +4,7 @@
 
 #include "base/mem.h"
 #include "server/fields.h"
+#include "text/refs.h"
 #include "text/word.h"
 
 #include <ctype.h>
@@ -245,6 +246,11 @@ bool chat_check_tools(const json_t *tools, struct fault *fault)
         const json_t *schema = fields_get(function, "parameters");
         if (schema && !json_is_object(schema))
             return fault_set(fault, where, "%s.function.parameters must be a JSON schema", where);
+        const json_t *broken = refs_find_broken(schema);
+        if (broken)
+            return fault_set(
+                fault, where, "tool %s: the $ref '%.200s' in its parameters leads to nothing there",
+                json_string_value(json_object_get(function, "name")), word_shown(broken));
     }
     return true;
 }

@@ -13,6 +13,7 @@
 #include "text/merge.h"
 #include "text/pyjson.h"
 #include "text/rawform.h"
+#include "text/refs.h"
 #include "text/scalar.h"
 #include "text/values.h"
 #include "text/word.h"
@@ -378,28 +379,9 @@ static bool schema_typed(struct schema_build *b, uint32_t from, uint32_t end, co
            (!(types & VALUES_OBJECT) || schema_object(b, from, end, schema));
 }
 
-/* The target of a $ref into the same document. */
-static const json_t *schema_follow(const json_t *at, const char *ref)
-{
-    if (!ref || *ref++ != '#')
-        return NULL;
-    while (at && *ref == '/') {
-        char name[256];
-        size_t n = 0;
-        for (ref++; *ref && *ref != '/' && n < sizeof name - 1; ref++) {
-            bool escape = ref[0] == '~' && (ref[1] == '0' || ref[1] == '1');
-            name[n++] = escape ? (*++ref == '0' ? '~' : '/') : *ref;
-        }
-        name[n] = 0;
-        at = json_is_array(at) ? json_array_get(at, (size_t)strtoul(name, NULL, 10))
-                               : json_object_get(at, name);
-    }
-    return *ref ? NULL : at;
-}
-
 const json_t *schema_find(const struct schema_build *b, const char *ref)
 {
-    return schema_follow(b->root, ref);
+    return refs_follow(b->root, ref);
 }
 
 /* $ref, anyOf, oneOf and allOf of one: each alone, with nothing but notes beside it. Other allOf
@@ -427,7 +409,7 @@ static bool schema_combined(struct schema_build *b, uint32_t from, uint32_t end,
             return schema_refuse(b, others[i],
                                  "is not supported beside $ref, anyOf, oneOf or allOf");
     if (!strcmp(keyword, "$ref")) {
-        const json_t *target = schema_follow(b->root, word_text(parts));
+        const json_t *target = refs_follow(b->root, word_text(parts));
         if (!target)
             return schema_refuse(b, "$ref", "must lead to a place in the same document (#/...)");
         if (!schema_later(b, target, word_text(parts), &rule))

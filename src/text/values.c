@@ -4,6 +4,7 @@
 
 #include "base/mem.h"
 #include "text/pyjson.h"
+#include "text/refs.h"
 #include "text/word.h"
 
 #include <stdlib.h>
@@ -76,21 +77,6 @@ static unsigned values_type_of(const json_t *value)
     return 0;
 }
 
-/* The schema that "#/a/b" names below root; null for any other form of reference. */
-static const json_t *values_follow(const json_t *root, const char *ref)
-{
-    if (!ref || ref[0] != '#')
-        return NULL;
-    for (ref++; root && *ref == '/';) {
-        size_t n = strcspn(++ref, "/");
-        char *name = mem_copy_text(ref, n);
-        root = json_object_get(root, name);
-        free(name);
-        ref += n;
-    }
-    return root;
-}
-
 static unsigned values_collect(const json_t *root, const json_t *schema, int depth)
 {
     unsigned types = 0;
@@ -109,7 +95,7 @@ static unsigned values_collect(const json_t *root, const json_t *schema, int dep
             types |= values_collect(root, json_array_get(list, i), depth + 1);
     }
     const char *ref = word_text(json_object_get(schema, "$ref"));
-    types |= values_collect(root, values_follow(root, ref), depth + 1);
+    types |= values_collect(root, refs_follow(root, ref), depth + 1);
     if (!types) {
         const json_t *list = json_object_get(schema, "enum"),
                      *one = json_object_get(schema, "const");

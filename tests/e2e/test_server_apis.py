@@ -223,3 +223,49 @@ def test_response_format(server):
     ({"unknown": 1}, "unknown")])
 def test_response_errors(server, fields, word):
     assert word in responses(server, 400, **fields)["error"]["message"]
+
+
+# ---- references in schemas
+
+BROKEN = [{"properties": {"a": {"$ref": "#/$defs/x"}}}, {"$ref": "#/$defs/x", "$defs": {"y": {}}},
+          {"properties": {"a": {"items": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/x"}]}}}},
+          {"$defs": {"y": {"properties": {"$ref": {"$ref": "#/$defs/x"}}}}},
+          {"properties": {"a": {"items": [{}, {"$ref": "#/properties/a/items/x"}]}}},
+          {"properties": {"a": {"additionalProperties": {"$ref": "#/properties/b"}}}},
+          {"properties": {"a": {"allOf": [{"$ref": "#/$defs/x/y"}]}}, "$defs": {"x": {}}},
+          {"properties": {"a": {"$ref": "#/$defs/%00"}}, "$defs": {"": {}}},
+          {"properties": {"a": {"if": {"not": {"$ref": "#/$defs/a~b"}}}}, "$defs": {"a/b": {}}}]
+SOUND = [{"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"type": "string"}}},
+         {"properties": {"a": {"$ref": "#/$defs/a~1b%20c%7E0"}}, "$defs": {"a/b c~": {"type": "string"}}},
+         {"properties": {"a": {"$ref": "#/$defs/x/1"}}, "$defs": {"x": [{}, {"type": "string"}]}},
+         {"properties": {"a": {"type": "string", "default": {"$ref": "#/no"}, "examples": [{"$ref": "#/no"}]}}},
+         {"properties": {"a": {"type": "string"}}, "definitions": {"$ref": {"enum": [{"$ref": "#/no"}]}}}]
+
+
+def ask_with_tool(path, name, schema, choice):
+    body = {"messages": CAPITAL, "max_tokens": 1}
+    tool = {"name": name, "parameters": schema}
+    if path == "/v1/messages":
+        choice = {"required": {"type": "any"}}.get(choice, {"type": choice})
+        return {**body, "tools": [{"name": name, "input_schema": schema}], "tool_choice": choice}
+    if path == "/v1/responses":
+        return {"input": "a", "max_output_tokens": 1, "tools": [{"type": "function", **tool}], "tool_choice": choice}
+    return {**body, "tools": [{"type": "function", "function": tool}], "tool_choice": choice}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("choice", ["auto", "none", "required"])
+def test_a_reference_to_nothing_is_refused(server, path, choice):
+    """Whether calls are held to the schema or not: the tool and the reference are named. What only looks like a
+    reference is none, and those that lead somewhere are followed."""
+    for schema in BROKEN:
+        status, reply = server.post(path, ask_with_tool(path, "seek", schema, choice))
+        message = reply["error"]["message"] if status == 400 else reply
+        assert status == 400 and "tool seek" in message and "'#/" in message, (schema, message)
+    for schema in SOUND:
+        status, reply = server.post(path, ask_with_tool(path, "seek", schema, choice))
+        assert status == 200, (schema, reply)
+    for ref in ("other.json#/a", "#anchor"):
+        schema = {"properties": {"a": {"$ref": ref}}}
+        status, _ = server.post(path, ask_with_tool(path, "seek", schema, choice))
+        assert status == (400 if choice == "required" else 200), ref
