@@ -43,6 +43,7 @@ struct exchange {
     uint64_t body_bytes;     /* counted in the server's */
     bool too_large, crowded; /* the body is not kept: by its own size, by that of all */
     bool body_unread;        /* replied to by its head alone */
+    bool last;               /* nothing more is taken from the connection */
     bool running;            /* counted by the server */
     bool interim;            /* HTTP/1.1: interim replies may go before the reply */
     int fd;

@@ -24,6 +24,8 @@ static void exchange_add_headers(struct exchange *x, struct MHD_Response *respon
     MHD_add_response_header(response, "Content-Type", type);
     MHD_add_response_header(response, "Cache-Control", "no-store");
     MHD_add_response_header(response, "X-Content-Type-Options", "nosniff");
+    if (x->last)
+        MHD_add_response_header(response, "Connection", "close");
     if (status == 401)
         MHD_add_response_header(response, "WWW-Authenticate", "Bearer");
     if (status == 503 || status == 429)

@@ -19,6 +19,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 #include <sys/socket.h>
 #include <time.h>
 
@@ -173,6 +174,39 @@ static void http_take_body(struct exchange *x, const char *bytes, size_t n)
         http_release_body(x);
 }
 
+/* Headers that say where a body ends. */
+struct http_framing {
+    unsigned lengths, encodings;
+    bool unknown;
+};
+
+static enum MHD_Result http_note_framing(void *cls, enum MHD_ValueKind kind, const char *name,
+                                         const char *value)
+{
+    struct http_framing *f = cls;
+    (void)kind;
+    f->lengths += !strcasecmp(name, "Content-Length");
+    if (!strcasecmp(name, "Transfer-Encoding")) {
+        f->encodings++;
+        f->unknown |= !value || strcasecmp(value, "chunked") != 0;
+    }
+    return MHD_YES;
+}
+
+/* What libmicrohttpd lets pass, and others on the way may read otherwise: bodies with two ends. The
+ * rest of the connection is anyone's guess. */
+static bool http_check_framing(struct exchange *x, struct fault *fault)
+{
+    struct http_framing f = {0};
+    MHD_get_connection_values(x->connection, MHD_HEADER_KIND, http_note_framing, &f);
+    x->last = f.unknown || f.lengths + f.encodings > 1;
+    if (f.unknown)
+        return fault_set_status(fault, 501, NULL, "the only Transfer-Encoding here is chunked");
+    return !x->last || fault_set(fault, NULL,
+                                 "the headers give the body's length more than once; send one "
+                                 "Content-Length, or Transfer-Encoding: chunked");
+}
+
 /* What can be said before the body is there; *replied when something was. */
 static bool http_check_head(struct exchange *x, bool *replied)
 {
@@ -180,7 +214,7 @@ static bool http_check_head(struct exchange *x, bool *replied)
     bool known;
     *replied = true;
     x->route = http_find_route(x->method, x->url, &known);
-    if (!guard_admit(x, &fault))
+    if (!http_check_framing(x, &fault) || !guard_admit(x, &fault))
         return exchange_reply_fault(x, &fault);
     if (x->server->options.cors && !strcmp(x->method, "OPTIONS"))
         return exchange_reply_text(x, 204, "text/plain", "", 0);
@@ -230,7 +264,7 @@ static enum MHD_Result http_handle(void *cls, struct MHD_Connection *connection,
         bool replied;
         *context = x = http_begin(cls, connection, url, method, version);
         bool ok = http_check_head(x, &replied);
-        x->body_unread = replied && http_has_body(connection);
+        x->body_unread = replied && (x->last || http_has_body(connection));
         return ok ? MHD_YES : MHD_NO;
     }
     if (x->status) /* replied to already; the rest of its body is not of interest */

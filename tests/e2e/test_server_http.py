@@ -333,6 +333,24 @@ def test_chunked_body_past_the_limit():
         assert s.close() == 0
 
 
+@pytest.mark.parametrize("path,headers,want", [
+    (path, headers, want)
+    for path in ("/v1/chat/completions", "/v1/messages", "/nothing")
+    for headers, want in (
+        (b"Content-Length: 2\r\nContent-Length: 3", 400), (b"Content-Length: 0\r\ncontent-length: 2", 400),
+        (b"Content-Length: 2\r\nTransfer-Encoding: chunked", 400),
+        (b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked", 400),
+        (b"Transfer-Encoding: gzip", 501), (b"Transfer-Encoding: gzip, chunked", 501),
+        (b"Transfer-Encoding: identity\r\nContent-Length: 2", 501))])
+def test_a_body_with_two_ends_is_refused(server, path, headers, want):
+    """What follows such a request is no request: the reply, in the form of the API, is the connection's last."""
+    reply = server.raw(b"POST " + path.encode() + b" HTTP/1.1\r\nHost: localhost\r\n" + headers + b"\r\n\r\n" +
+                       b"{}GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    head, body = reply.split(b"\r\n\r\n", 1)
+    assert int(head.split()[1]) == want and b"\r\nConnection: close" in head and reply.count(b"HTTP/1.1") == 1
+    assert json.loads(body)["error"]["message"]
+
+
 def test_fuzz(server):
     """Random damage of requests and of raw HTTP: an answer or a closed connection, never a crash."""
     rng = random.Random(7)
