@@ -224,7 +224,8 @@ struct argmax_args {
 };
 
 /* The `count` largest logits of each row, descending, ties to the lowest id, and
- * log(sum(exp(logits))) of the whole row. A row with a NaN gets a NaN there. count <= 1024. */
+ * log(sum(exp(logits))) of the whole row. A row with a NaN gets a NaN there. count is at most 1024
+ * and at most vocab. */
 struct top_args {
     uint32_t rows, vocab, count;
     struct span logits;  /* f32 [rows, vocab] */

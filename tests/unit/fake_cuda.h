@@ -36,6 +36,7 @@ static struct fake {
     /* the GPU */
     int major, minor;
     size_t shared, memory;
+    int sms, clusters; /* clusters of 16 blocks that run at a time */
     /* the calls */
     uint64_t calls, fail_at; /* 0: none */
     bool unlucky;            /* nothing is done before it must be */
@@ -312,7 +313,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *prop, int device)
     prop->minor = fake.minor;
     prop->sharedMemPerBlockOptin = fake.shared;
     prop->totalGlobalMem = fake.memory;
-    prop->multiProcessorCount = 132;
+    prop->multiProcessorCount = fake.sms;
     return cudaSuccess;
 }
 
@@ -443,6 +444,16 @@ cudaError_t cudaFuncSetAttribute(const void *host, enum cudaFuncAttribute attr, 
     return cudaSuccess;
 }
 
+cudaError_t cudaOccupancyMaxActiveClusters(int *clusters, const void *host,
+                                           const cudaLaunchConfig_t *config)
+{
+    FAKE_CALL();
+    if (!fake.kernel[fake_find(host)].cluster || config->gridDim.x % 16 != 0)
+        return cudaErrorInvalidValue;
+    *clusters = fake.clusters;
+    return cudaSuccess;
+}
+
 /* Shared memory that a kernel declares for itself is at most so much where it asks for much. */
 static size_t fake_declared(const char *name)
 {
@@ -466,6 +477,8 @@ static bool fake_check(int k, const cudaLaunchConfig_t *c)
         what = "an attribute that the code does not obey";
     if (!hopper && (fake.kernel[k].cluster || strstr(name, "attention_flash")))
         what = "code of 9.0";
+    if (strstr(name, "route_cluster") && (!fake.kernel[k].cluster || !fake.clusters))
+        what = "a cluster";
     if (what && !fake.fault[0])
         snprintf(fake.fault, sizeof fake.fault, "%s: %s (grid %u %u %u, %u threads, %zu bytes)",
                  name, what, c->gridDim.x, c->gridDim.y, c->gridDim.z, c->blockDim.x, shared);

@@ -333,6 +333,98 @@ static void steps_ahead_answer_the_same(void **unused)
     assert_true(fewest > ANSWER / 2);
 }
 
+/* Device memory with these bytes, or zeros. */
+static struct span place(const void *data, uint64_t bytes)
+{
+    struct err err = {0};
+    struct span at;
+    if (!device_calls(device)->alloc(device, bytes, &at, &err))
+        fail_msg("%s", err.text);
+    if (data)
+        device_calls(device)->write(device, at, data, bytes);
+    return at;
+}
+
+/* Every second row is NaN, with all bits set: its ids are experts all the same, each once, its
+ * weights say what it was, and its neighbours see nothing of it. */
+static void rows_that_are_not_numbers_have_routes(void **unused)
+{
+    (void)unused;
+    if (!device)
+        skip();
+    enum { MOST = 130 };
+    static const uint32_t counts[] = {1, 2, 8, 9, 33, 64, 65, MOST};
+    const struct config *c = &model.config;
+    const struct model_layer *layer = &model.layers[0];
+    size_t hidden = c->hidden, topk = c->topk;
+    float *x = mem_new(MOST * hidden, sizeof *x), *weights = mem_new(MOST * topk, sizeof *weights);
+    uint32_t *chosen = mem_new(MOST * topk, sizeof *chosen);
+    struct rand rand = {3};
+    for (size_t i = 0; i < MOST * hidden; i++)
+        x[i] = (float)rand_below(&rand, 2000) / 1000 - 1;
+    for (size_t r = 0; r < MOST; r += 2)
+        memset(x + r * hidden, 0xff, hidden * sizeof *x);
+    struct moe_route_args args = {
+        .dims = {c->hidden, c->experts, c->topk, c->width, c->shared_width, true, c->eps},
+        .x = place(x, MOST * hidden * 4),
+        .gain = layer->post_norm,
+        .router = &layer->router,
+        .shared_router = &layer->shared_router,
+        .h = place(NULL, MOST * hidden * 4),
+        .ids = place(NULL, MOST * topk * 4),
+        .weights = place(NULL, MOST * topk * 4),
+        .shared_gate = place(NULL, MOST * 4ull)};
+    for (size_t n = 0; n < sizeof counts / sizeof *counts; n++)
+        for (int renormalise = 0; renormalise < 2; renormalise++) {
+            args.rows = counts[n];
+            args.dims.renormalise = renormalise;
+            device_ops(device)->moe_route(device, &args);
+            device_calls(device)->read(device, chosen, args.ids, args.rows * topk * 4);
+            device_calls(device)->read(device, weights, args.weights, args.rows * topk * 4);
+            for (size_t i = 0; i < args.rows * topk; i++) {
+                assert_true(chosen[i] < c->experts);
+                assert_int_equal(isnan(weights[i]) != 0, i / topk % 2 == 0);
+                for (size_t j = i / topk * topk; j < i; j++)
+                    assert_int_not_equal(chosen[j], chosen[i]);
+            }
+        }
+    for (const struct span *s =
+             (const struct span[]){args.x, args.h, args.ids, args.weights, args.shared_gate, {0}};
+         s->base; s++)
+        device_calls(device)->free(device, *s);
+    free(x);
+    free(weights);
+    free(chosen);
+}
+
+/* Of a vocabulary smaller than what is asked for, all of it, and nothing from outside. */
+static void top_stays_in_its_vocabulary(void **unused)
+{
+    (void)unused;
+    if (!device)
+        skip();
+    enum { VOCAB = 5, COUNT = 20 };
+    static const float logits[VOCAB] = {1, 4, -2, 4, 3};
+    static const int32_t want[VOCAB] = {1, 3, 4, 0, 2};
+    int32_t got[COUNT];
+    struct top_args args = {.rows = 1,
+                            .vocab = VOCAB,
+                            .count = COUNT,
+                            .logits = place(logits, sizeof logits),
+                            .ids = place(NULL, COUNT * 4),
+                            .values = place(NULL, COUNT * 4),
+                            .log_sum = place(NULL, 4)};
+    device_ops(device)->top(device, &args);
+    device_calls(device)->read(device, got, args.ids, sizeof got);
+    assert_memory_equal(got, want, sizeof want);
+    for (int i = VOCAB; i < COUNT; i++)
+        assert_in_range(got[i], 0, VOCAB - 1);
+    for (const struct span *s =
+             (const struct span[]){args.logits, args.ids, args.values, args.log_sum, {0}};
+         s->base; s++)
+        device_calls(device)->free(device, *s);
+}
+
 static void too_much_is_refused(void **unused)
 {
     (void)unused;
@@ -377,6 +469,8 @@ int main(void)
         cmocka_unit_test(prefill_is_token_by_token),
         cmocka_unit_test(batches_are_their_sequences),
         cmocka_unit_test(steps_ahead_answer_the_same),
+        cmocka_unit_test(rows_that_are_not_numbers_have_routes),
+        cmocka_unit_test(top_stays_in_its_vocabulary),
         cmocka_unit_test(too_much_is_refused),
         cmocka_unit_test(a_cap_names_what_fits),
     };

@@ -105,6 +105,33 @@ static void test_rings_fit_every_gpu(void **state)
     assert_int_equal(choice_experts(161 * 256, 256, limit_of(GPUS - 1)).rows, 128);
 }
 
+/* The router of the 35B model, and each limit with one more. */
+static void test_routes(void **state)
+{
+    (void)state;
+    static const struct {
+        uint32_t rows, hidden, experts, topk;
+        bool bits8, clusters;
+        enum choice_route want;
+    } cases[] = {
+        {1, 2048, 256, 8, true, true, CHOICE_ROUTE_CLUSTER},
+        {64, 2048, 256, 32, true, true, CHOICE_ROUTE_CLUSTER},
+        {65, 2048, 256, 8, true, true, CHOICE_ROUTE_TILE},
+        {8, 2112, 256, 8, true, true, CHOICE_ROUTE_STEP},
+        {8, 2048, 257, 8, true, true, CHOICE_ROUTE_STEP},
+        {8, 2048, 256, 33, true, true, CHOICE_ROUTE_STEP},
+        {8, 2048, 256, 8, true, false, CHOICE_ROUTE_STEP},
+        {9, 2048, 256, 8, true, false, CHOICE_ROUTE_TILE},
+        {9, 2048, 287, 8, true, true, CHOICE_ROUTE_TILE},
+        {9, 2048, 288, 8, true, true, CHOICE_ROUTE_ANY},
+        {1, 2048, 256, 8, false, true, CHOICE_ROUTE_ANY},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
+        assert_int_equal(choice_route(cases[i].rows, cases[i].hidden, cases[i].experts,
+                                      cases[i].topk, cases[i].bits8, cases[i].clusters),
+                         cases[i].want);
+}
+
 /* Few rows: of the 35B model everywhere; what does not fit goes the way of many. */
 static void test_experts_of_few_rows(void **state)
 {
@@ -125,6 +152,7 @@ int main(void)
         cmocka_unit_test(test_steps_fit_every_gpu),
         cmocka_unit_test(test_batches_fit_every_gpu),
         cmocka_unit_test(test_rings_fit_every_gpu),
+        cmocka_unit_test(test_routes),
         cmocka_unit_test(test_experts_of_few_rows),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -27,6 +27,7 @@ int main(void)
 #include "fake_cuda.h"
 
 #include "backend/device.h"
+#include "base/log.h"
 #include "base/rand.h"
 #include "model/graph.h"
 
@@ -35,10 +36,12 @@ enum { SLOTS = 4, SEGMENTS = 64 };
 static const struct {
     int major, minor;
     size_t shared, memory;
+    int sms, clusters;
 } gpus[] = {
-    {8, 0, 163 << 10, 80ull << 30},   {8, 6, 99 << 10, 24ull << 30},
-    {8, 9, 99 << 10, 24ull << 30},    {9, 0, 227 << 10, 140ull << 30},
-    {10, 0, 227 << 10, 180ull << 30}, {12, 0, 99 << 10, 32ull << 30},
+    {8, 0, 163 << 10, 80ull << 30, 108, 0},   {8, 6, 99 << 10, 24ull << 30, 82, 0},
+    {8, 9, 99 << 10, 24ull << 30, 128, 0},    {9, 0, 227 << 10, 140ull << 30, 132, 8},
+    {10, 0, 227 << 10, 180ull << 30, 148, 8}, {12, 0, 99 << 10, 32ull << 30, 170, 0},
+    {9, 0, 227 << 10, 18ull << 30, 16, 0}, /* a seventh of an H200 */
 };
 enum { GPUS = sizeof gpus / sizeof gpus[0], H200 = 3 };
 
@@ -48,6 +51,8 @@ static void choose_gpu(int i)
     fake.minor = gpus[i].minor;
     fake.shared = gpus[i].shared;
     fake.memory = gpus[i].memory;
+    fake.sms = gpus[i].sms;
+    fake.clusters = gpus[i].clusters;
     fake.calls = fake.fail_at = 0;
     fake.launches = 0;
     fake.fault[0] = 0;
@@ -663,6 +668,38 @@ static void test_launches_are_what_each_gpu_allows(void **state)
         }
 }
 
+static bool was_launched(const char *name)
+{
+    for (int i = 0; i < fake.launches; i++)
+        if (strstr(fake.launched[i], name))
+            return true;
+    return false;
+}
+
+/* Clusters where the GPU has room for them, and says so; else what other GPUs run. */
+static void test_the_router_needs_no_clusters(void **state)
+{
+    (void)state;
+    for (int gpu = 0; gpu < GPUS; gpu++)
+        for (int asked = 0; asked < 2; asked++) {
+            struct err err = {0};
+            struct device *device = NULL;
+            choose_gpu(gpu);
+            fake.fail_at = asked || fake.major != 9 ? 0 : 5; /* the question, after four others */
+            assert_true(device_open(&(struct device_options){.name = "cuda"}, &device, &err));
+            fake.fail_at = 0;
+            for (uint32_t rows = 1; rows <= 100; rows += 33) {
+                fake.launches = 0;
+                run_moe(device, &shapes[0], rows, 4);
+                if (!device_calls(device)->sync(device, &err))
+                    fail_msg("%s; %s", err.text, fake.fault);
+                assert_int_equal(was_launched("route_cluster"), gpu == H200 && asked && rows <= 64);
+            }
+            device_close(device);
+            assert_nothing_left();
+        }
+}
+
 /* Each way around a technique launches something that fits, too. */
 static void test_without_each_technique(void **state)
 {
@@ -705,8 +742,10 @@ int main(void)
         cmocka_unit_test(test_a_fetch_without_memory),
         cmocka_unit_test(test_steps_ahead_are_alike_and_recorded),
         cmocka_unit_test(test_launches_are_what_each_gpu_allows),
+        cmocka_unit_test(test_the_router_needs_no_clusters),
         cmocka_unit_test(test_without_each_technique),
     };
+    log_set_level(LOG_ERROR);
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
 

@@ -25,6 +25,10 @@ static inline uint32_t choice_ceil(uint64_t n, uint64_t by)
     return (uint32_t)((n + by - 1) / by);
 }
 
+/* Rows up to which kernels of few rows do what batch.cu does not take; linear in several launches.
+ */
+enum { CHOICE_FEW_ROWS = 8 };
+
 /* ---- projections of few rows: linear_q4_step ---------------------------------------------- */
 
 enum {
@@ -136,6 +140,36 @@ static inline struct choice_tile choice_experts(uint64_t pairs, uint32_t experts
 static inline struct choice_tile choice_shared_expert(uint32_t rows, uint32_t limit)
 {
     return choice_fit_experts(rows <= 32 ? 32 : rows <= 1024 ? 64 : 128, limit);
+}
+
+/* ---- the router: moe.cu -------------------------------------------------------------------- */
+
+enum {
+    CHOICE_CLUSTER_ROWS = 64,
+    CHOICE_CLUSTER_EXPERTS = 256, /* a warp each in 16 blocks */
+    CHOICE_CLUSTER_COLS = 2048,   /* that a warp's first loads hold */
+    CHOICE_ROUTE_OUTS = 288,      /* of a tile, the shared expert's included */
+};
+
+enum choice_route {
+    CHOICE_ROUTE_CLUSTER, /* a cluster a row */
+    CHOICE_ROUTE_STEP,    /* a row's last block chooses */
+    CHOICE_ROUTE_TILE,    /* 32 rows a block, then a warp a row chooses */
+    CHOICE_ROUTE_ANY,     /* any weights */
+};
+
+/* bits8: both routers have 8 bits in groups of 64; clusters: this GPU has room for one. */
+static inline enum choice_route choice_route(uint32_t rows, uint32_t hidden, uint32_t experts,
+                                             uint32_t topk, bool bits8, bool clusters)
+{
+    if (!bits8)
+        return CHOICE_ROUTE_ANY;
+    if (clusters && rows <= CHOICE_CLUSTER_ROWS && hidden <= CHOICE_CLUSTER_COLS &&
+        experts <= CHOICE_CLUSTER_EXPERTS && topk <= 32)
+        return CHOICE_ROUTE_CLUSTER;
+    if (rows <= CHOICE_FEW_ROWS)
+        return CHOICE_ROUTE_STEP;
+    return experts < CHOICE_ROUTE_OUTS ? CHOICE_ROUTE_TILE : CHOICE_ROUTE_ANY;
 }
 
 /* ---- experts of few rows: moe.cu ----------------------------------------------------------- */

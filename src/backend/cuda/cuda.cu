@@ -3,6 +3,10 @@
  * Invariant: everything runs on one stream, and scratch moves only between ops. */
 #include "backend/cuda/ops.cuh"
 
+extern "C" {
+#include "base/log.h"
+}
+
 #include <initializer_list>
 #include <stdarg.h>
 #include <stdio.h>
@@ -572,6 +576,10 @@ static cudaError_t cuda_ask(struct device *device)
     device->sms = prop.multiProcessorCount;
     device->shared_limit = choice_shared_limit((uint32_t)prop.sharedMemPerBlockOptin);
     device->warpgroups = prop.major == 9 && prop.minor == 0;
+    device->clusters = device->warpgroups && cuda_route_has_clusters();
+    if (device->warpgroups && !device->clusters)
+        log_warn(
+            "cuda: this GPU has no room for the router's clusters; slower kernels do its work");
     return error;
 }
 

@@ -64,6 +64,7 @@ struct device {
     uint32_t shared_limit; /* choice_shared_limit of this GPU */
     bool warpgroups;       /* compute capability 9.0: sm_90a code runs; elsewhere 8.0's, in which
                       * overlap_wait, clusters and warpgroup products are left out */
+    bool clusters;         /* of the router */
     uint32_t without;      /* enum cuda_technique */
     struct err error;      /* the first since the last sync */
     struct cuda_block *blocks;

@@ -7,7 +7,7 @@
  * tiled: a warp an output, or blocks of 64 x 64 in f32. */
 #include "backend/cuda/ops.cuh"
 
-enum { LINEAR_STEP_ROWS = CHOICE_STEP_ROWS, LINEAR_STEPS = 2 /* at most */ };
+enum { LINEAR_STEP_ROWS = CHOICE_STEP_ROWS };
 enum { STEP_WARPS = CHOICE_STEP_WARPS, STEP_ROUND = CHOICE_STEP_ROUND };
 
 /* ---- any rows, any weight ----------------------------------------------------------------- */
@@ -345,7 +345,7 @@ void cuda_linear(struct device *device, const struct linear_args *args)
         tiled = tiled && cuda_is_tiled(args->weight[i]);
     if (tiled && batch && cuda_batch_linear(device, args))
         return;
-    if (tiled && args->rows <= LINEAR_STEP_ROWS * LINEAR_STEPS && linear_step(device, args))
+    if (tiled && args->rows <= CHOICE_FEW_ROWS && linear_step(device, args))
         return;
     const float *x = cuda_at<const float>(args->x);
     const uint32_t *select = cuda_at<const uint32_t>(args->select);

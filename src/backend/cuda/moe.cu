@@ -10,11 +10,19 @@
 #include <cooperative_groups.h>
 #include <math.h>
 
-enum { STEP_ROWS = 8, ROUTER_WARPS = 8, ROUTER_LOADS = 4, DOWN_WARPS = CHOICE_DOWN_WARPS };
+enum { ROUTER_WARPS = 8, ROUTER_LOADS = 4, DOWN_WARPS = CHOICE_DOWN_WARPS };
 enum { UP_WARPS = CHOICE_UP_WARPS, UP_GROUP = CHOICE_UP_GROUP };
-enum { ROUTE_EXPERTS_MAX = 1024, ROUTE_CLUSTER = 16, ROUTE_WARPS = 17, CLUSTER_ROWS = 64 };
+enum { ROUTE_EXPERTS_MAX = 1024, ROUTE_CLUSTER = 16, ROUTE_WARPS = 17 };
 
 /* ---- choosing ----------------------------------------------------------------------------- */
+
+/* Order of a logit as a number above 0, which stands for none: whatever the bits of a NaN are, an
+ * expert is chosen. -0 and 0 are one value. */
+static __device__ __forceinline__ uint32_t route_key(float logit)
+{
+    uint32_t u = __float_as_uint(logit + 0.0f);
+    return max(u & 0x80000000u ? ~u : u | 0x80000000u, 1u);
+}
 
 /* Picks the topk best of logits [experts] with one warp; equal ones by the lowest id. */
 static __device__ void route_choose(const float *logits, uint32_t experts, uint32_t topk,
@@ -27,8 +35,7 @@ static __device__ void route_choose(const float *logits, uint32_t experts, uint3
         if (search) {
             own_key = 0;
             for (uint32_t n = 0, e = lane; e < experts; n++, e += 32) {
-                uint32_t u = __float_as_uint(logits[e] + 0.0f);
-                u = u & 0x80000000u ? ~u : u | 0x80000000u;
+                uint32_t u = route_key(logits[e]);
                 if (!(taken >> n & 1) && u > own_key) {
                     own_key = u;
                     own = e;
@@ -214,8 +221,8 @@ static __device__ __forceinline__ void route_choose_few(const float *logits, uin
     uint32_t lane = threadIdx.x % 32, key[8], mine = 0;
 #pragma unroll
     for (int n = 0; n < 8; n++) {
-        uint32_t e = n * 32 + lane, u = e < experts ? __float_as_uint(logits[e] + 0.0f) : 0;
-        key[n] = e < experts ? (u & 0x80000000u ? ~u : u | 0x80000000u) : 0;
+        uint32_t e = n * 32 + lane;
+        key[n] = e < experts ? route_key(logits[e]) : 0;
     }
     for (uint32_t i = 0; i < topk; i++) {
         uint32_t own = 0, id = ~0u;
@@ -245,6 +252,9 @@ static __device__ __forceinline__ void route_choose_few(const float *logits, uin
     }
 }
 
+static_assert(ROUTE_CLUSTER * (ROUTE_WARPS - 1) == CHOICE_CLUSTER_EXPERTS, "a warp an expert");
+static_assert(ROUTER_LOADS * 512 == CHOICE_CLUSTER_COLS, "a lane's loads are a row");
+
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #define ROUTE_CLUSTER_DIMS __cluster_dims__(ROUTE_CLUSTER, 1, 1)
 #else
@@ -258,7 +268,7 @@ static __global__ void ROUTE_CLUSTER_DIMS __launch_bounds__(ROUTE_WARPS * 32)
 {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ float4 h[]; /* [hidden / 4], spread */
-    __shared__ float part[32], logits[256];
+    __shared__ float part[32], logits[CHOICE_CLUSTER_EXPERTS];
     cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
     cluster.barrier_arrive(); /* waited for before the first block's memory is written to */
     uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, pieces = a.hidden / 16;
@@ -294,6 +304,7 @@ static __global__ void ROUTE_CLUSTER_DIMS __launch_bounds__(ROUTE_WARPS * 32)
 /* ---- router, many rows --------------------------------------------------------------------- */
 
 enum { TILE_ROWS = 32, TILE_WARPS = 9 };
+static_assert(TILE_WARPS * 32 == CHOICE_ROUTE_OUTS, "a warp has 32 outputs");
 
 /* x as two f16 (22 bits), columns 4 t.. of a step: the operands of both products. */
 static __device__ __forceinline__ uint4 route_split(float4 v)
@@ -441,6 +452,21 @@ static __global__ void route_rows(const struct route_args a, const float *shared
                  a.weights + row * a.topk);
 }
 
+bool cuda_route_has_clusters(void)
+{
+    int clusters = 0;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(ROUTE_CLUSTER);
+    config.blockDim = dim3(ROUTE_WARPS * 32);
+    config.dynamicSmemBytes = CHOICE_CLUSTER_COLS * sizeof(float);
+    cudaError_t error =
+        cudaFuncSetAttribute(route_cluster, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    if (error == cudaSuccess)
+        error = cudaOccupancyMaxActiveClusters(&clusters, route_cluster, &config);
+    cudaGetLastError();
+    return error == cudaSuccess && clusters > 0;
+}
+
 static bool route_is_8bit(const struct weight *w)
 {
     return w->kind == WEIGHT_AFFINE && w->bits == 8 && w->group == 64;
@@ -473,21 +499,21 @@ static void route_run(struct device *device, const struct moe_route_args *args)
         return;
     }
     bool bits8 = route_is_8bit(args->router) && route_is_8bit(args->shared_router);
-    if (args->rows <= CLUSTER_ROWS && bits8 && device->warpgroups && d->experts <= 256 &&
-        d->topk <= 32 && d->hidden <= ROUTER_LOADS * 512) {
-        cudaFuncSetAttribute(route_cluster, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    enum choice_route route =
+        choice_route(args->rows, d->hidden, d->experts, d->topk, bits8, device->clusters);
+    if (route == CHOICE_ROUTE_CLUSTER) {
         cuda_launch(device, route_cluster, dim3(ROUTE_CLUSTER, args->rows), ROUTE_WARPS * 32,
                     d->hidden * sizeof(float), a);
         return;
     }
-    if (args->rows <= STEP_ROWS && bits8) {
+    if (route == CHOICE_ROUTE_STEP) {
         size_t shared = (d->hidden > d->experts ? d->hidden : d->experts) * sizeof(float);
         cuda_launch(device, route_step, dim3(cuda_ceil(d->experts + 1, ROUTER_WARPS), args->rows),
                     ROUTER_WARPS * 32, shared, a);
         return;
     }
     float *shared = a.logits + (uint64_t)args->rows * d->experts;
-    if (bits8 && d->experts < TILE_WARPS * 32) {
+    if (route == CHOICE_ROUTE_TILE) {
         cuda_launch(device, route_tile, dim3(cuda_ceil(args->rows, TILE_ROWS)), TILE_WARPS * 32, 0,
                     a, shared, args->rows);
         cuda_launch(device, route_rows, dim3(cuda_ceil(args->rows, 4)), 128, 0, a,
@@ -745,7 +771,7 @@ void cuda_moe_experts(struct device *device, const struct moe_experts_args *args
     const struct weight *all[] = {args->gate,      args->up,          args->down,
                                   args->shared_up, args->shared_down, args->shared_gate_proj};
     bool tiled = true, batch = args->rows > BATCH_LEAST && !(device->without & CUDA_BATCH);
-    bool grouped = args->rows > STEP_ROWS && !(device->without & CUDA_GROUPED);
+    bool grouped = args->rows > CHOICE_FEW_ROWS && !(device->without & CUDA_GROUPED);
     uint32_t widest = d->width > d->shared_width ? d->width : d->shared_width;
     for (const struct weight *w : all)
         tiled = tiled && cuda_is_tiled(w);

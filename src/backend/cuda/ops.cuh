@@ -69,6 +69,10 @@ void cuda_delta(struct device *device, const struct delta_args *args);
 void cuda_kv_append(struct device *device, const struct kv_append_args *args);
 void cuda_attention(struct device *device, const struct attention_args *args);
 void cuda_moe_route(struct device *device, const struct moe_route_args *args);
+
+/* Whether the router's clusters run here, on 9.0: a part of a GPU may have no room for one. */
+bool cuda_route_has_clusters(void);
+
 void cuda_moe_experts(struct device *device, const struct moe_experts_args *args);
 void cuda_argmax(struct device *device, const struct argmax_args *args);
 void cuda_top(struct device *device, const struct top_args *args);

@@ -205,12 +205,12 @@ static __global__ void __launch_bounds__(TOP_THREADS)
     float total = top_log_sum(l, vocab, part);
     if (threadIdx.x == 0)
         log_sum[blockIdx.x] = total;
-    uint32_t equal, threshold = top_threshold(l, vocab, count, &equal);
+    uint32_t some = min(count, vocab), equal, threshold = top_threshold(l, vocab, some, &equal);
     if (threadIdx.x == 0)
         taken = 0;
     keys[threadIdx.x] = 0;
     __syncthreads();
-    uint32_t equal_before = 0, above = count - equal;
+    uint32_t equal_before = 0, above = some - equal;
     for (uint32_t from = 0; from < vocab; from += blockDim.x) { /* in order, for ties */
         uint32_t i = from + threadIdx.x, u = i < vocab ? float_order(l[i]) : 0;
         bool here = i < vocab && u == threshold;
@@ -235,7 +235,7 @@ static __global__ void __launch_bounds__(TOP_THREADS)
     top_sort(keys, n);
     if (threadIdx.x < count) {
         uint64_t at = (uint64_t)blockIdx.x * count + threadIdx.x;
-        uint32_t id = 0xffffffffu - (uint32_t)keys[threadIdx.x];
+        uint32_t id = min(0xffffffffu - (uint32_t)keys[threadIdx.x], vocab - 1);
         ids[at] = (int32_t)id;
         values[at] = l[id];
     }
