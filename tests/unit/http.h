@@ -64,8 +64,10 @@ static MAYBE_UNUSED int client_connect(struct bench *b)
     struct sockaddr_in to = {.sin_family = AF_INET,
                              .sin_port = htons(server_port(b->server)),
                              .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    struct timeval patience = {.tv_sec = 60}; /* a reply that never comes fails the test */
     int fd = socket(AF_INET, SOCK_STREAM, 0);
     assert_true(fd >= 0);
+    setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
     if (client_buffer)
         setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &client_buffer, sizeof client_buffer);
     assert_int_equal(connect(fd, (struct sockaddr *)&to, sizeof to), 0);

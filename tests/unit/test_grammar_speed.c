@@ -5,6 +5,7 @@
 
 #include "base/file.h"
 #include "base/mem.h"
+#include "spent.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -12,7 +13,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <cmocka.h>
@@ -28,14 +28,6 @@ enum { GAPS = 256, LINES_MAX = 1 << 23 };
 static struct tokenizer *tokenizer;
 static struct grammar_vocab *vocab;
 static float *logits;
-
-/* Of this thread alone: the machine may have other work. */
-static double speed_thread_ms(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
-    return (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
-}
 
 /* ---- the tokenizer ------------------------------------------------------------------------- */
 
@@ -176,10 +168,10 @@ static int speed_open(void **state)
         fail_msg("%s", err.text);
     speed_remove(folder, "tokenizer.json");
     rmdir(folder);
-    double start = speed_thread_ms();
+    double start = spent_ms();
     vocab = grammar_vocab_open(tokenizer);
     print_message("the trie of %u tokens: %.0f ms\n", tokenizer_vocab(tokenizer),
-                  speed_thread_ms() - start);
+                  spent_ms() - start);
     logits = mem_new(tokenizer_vocab(tokenizer), sizeof *logits);
     return 0;
 }
@@ -214,9 +206,9 @@ static size_t speed_walk(const struct grammar *grammar, const char *text, double
     assert_true(count <= max);
     for (size_t i = 0; i < count; i++) {
         memset(logits, 0, n * sizeof *logits);
-        double start = speed_thread_ms();
+        double start = spent_ms();
         grammar_run_mask(run, &stop, 1, logits, n);
-        ms[i] = speed_thread_ms() - start;
+        ms[i] = spent_ms() - start;
         if (i < ids.len && !grammar_run_accept(run, ids.ids[i]))
             fail_msg("%s: token %zu is refused", text, i);
     }
