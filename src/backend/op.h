@@ -242,6 +242,10 @@ struct ops {
     void (*delta)(struct device *, const struct delta_args *);
     void (*kv_append)(struct device *, const struct kv_append_args *);
     void (*attention)(struct device *, const struct attention_args *);
+    /* Bytes of scratch that attention takes for a batch of these rows and host_segments (it reads
+     * no more of it). Null where that does not grow with the positions. */
+    uint64_t (*attention_scratch)(const struct device *, const struct attention_dims *,
+                                  const struct batch_view *);
     void (*moe_route)(struct device *, const struct moe_route_args *);
     void (*moe_experts)(struct device *, const struct moe_experts_args *);
     void (*argmax)(struct device *, const struct argmax_args *);

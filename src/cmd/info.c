@@ -4,7 +4,7 @@
 #include "backend/device.h"
 #include "base/mem.h"
 #include "cmd/load.h"
-#include "model/graph.h"
+#include "engine/fit.h"
 
 #include <jansson.h>
 #include <stdio.h>
@@ -37,41 +37,10 @@ struct info {
     const char *backend;
     uint32_t ctx, slots, chunk;
     bool json;
+    struct device *device;
     struct model model;
-    struct state_limits limits;
-    uint64_t scratch, available; /* bytes; available 0: unknown */
-    char device[64];
+    struct fit fit;
 };
-
-/* Bytes that a context takes besides the weights: pages, states and convolution rows. */
-static uint64_t info_state_bytes(const struct info *info, uint32_t ctx)
-{
-    struct state_limits limits = info->limits;
-    limits.ctx = ctx;
-    return state_bytes(&info->model.config, &limits);
-}
-
-static uint64_t info_total_bytes(const struct info *info, uint32_t ctx)
-{
-    uint64_t fixed = info->model.bytes.total + info->scratch, total;
-    return __builtin_add_overflow(fixed, info_state_bytes(info, ctx), &total) ? UINT64_MAX : total;
-}
-
-/* In whole pages, or the model's own; 0 when not even one page fits. */
-static uint32_t info_largest_ctx(const struct info *info)
-{
-    uint32_t max = info->model.config.max_ctx, lo = 0, hi = max / KV_PAGE;
-    if (info_total_bytes(info, max) <= info->available)
-        return max;
-    while (lo < hi) {
-        uint32_t middle = lo + (hi - lo + 1) / 2;
-        if (info_total_bytes(info, middle * KV_PAGE) <= info->available)
-            lo = middle;
-        else
-            hi = middle - 1;
-    }
-    return lo * KV_PAGE;
-}
 
 /* ---- text ---------------------------------------------------------------------------------- */
 
@@ -138,26 +107,36 @@ static void info_print_bytes(const struct info *info)
                (unsigned long long)parts[i].read);
 }
 
+static void info_print_part(const char *name, uint64_t bytes, const char *note)
+{
+    printf("%-16s %10.2f GiB%s\n", name, info_gib(bytes), note);
+}
+
 static void info_print_memory(const struct info *info)
 {
-    uint64_t state = info_state_bytes(info, info->ctx), total = info_total_bytes(info, info->ctx);
-    uint32_t largest = info_largest_ctx(info);
-    printf("\nmemory for %u x %u positions on %s\n", info->limits.slots, info->ctx, info->device);
-    printf("%-16s %10.2f GiB\n", "weights", info_gib(info->model.bytes.total));
-    printf("%-16s %10.2f GiB  (%s keys and values, recurrent states)\n", "context", info_gib(state),
-           info->limits.kv_kind == KV_BF16 ? "bf16" : "f32");
-    printf("%-16s %10.2f GiB  (%u rows a step)\n", "activations", info_gib(info->scratch),
-           info->chunk);
-    printf("%-16s %10.2f GiB\n", "total", info_gib(total));
-    if (!info->available) {
+    struct fit_bytes b = fit_bytes(&info->fit, info->ctx);
+    uint64_t available = info->fit.available;
+    uint32_t largest = fit_largest_ctx(&info->fit);
+    printf("\nmemory for %u x %u positions on %s, %u rows of a prompt a step\n", info->slots,
+           info->ctx, device_head(info->device)->name, info->chunk);
+    info_print_part("weights", b.weights, "");
+    info_print_part("keys and values", b.kv,
+                    info->fit.state.kv_kind == KV_BF16 ? "  (bf16)" : "  (f32)");
+    info_print_part("states", b.states, "");
+    info_print_part("activations", b.activations, "");
+    info_print_part("scratch", b.scratch, "  (of decoding attention)");
+    info_print_part("snapshots", b.snapshots,
+                    "  (the prefix cache takes more where there is more)");
+    info_print_part("total", b.total, "");
+    if (available == UINT64_MAX) {
         printf("%-16s    unknown\n", "available");
         return;
     }
-    printf("%-16s %10.2f GiB\n", "available", info_gib(info->available));
+    info_print_part("available", available, "");
     if (!largest)
-        printf("It does not fit: use a smaller model or a machine with more memory.\n");
-    else if (total > info->available)
-        printf("It fits with a shorter context: at most %u positions.\n", largest);
+        printf("No context fits: use a smaller model or a machine with more memory.\n");
+    else if (b.total > available)
+        printf("It does not fit; the largest context that fits is %u positions.\n", largest);
     else
         printf("It fits; the largest context that fits is %u positions.\n", largest);
 }
@@ -214,11 +193,33 @@ static json_t *info_json_config(const struct config *c)
     return o;
 }
 
+static json_t *info_json_memory(const struct info *info)
+{
+    json_t *o = json_object();
+    struct fit_bytes b = fit_bytes(&info->fit, info->ctx);
+    json_object_set_new(o, "device", json_string(device_head(info->device)->name));
+    json_object_set_new(o, "kv", json_string(info->fit.state.kv_kind == KV_BF16 ? "bf16" : "f32"));
+    info_set_number(o, "ctx", info->ctx);
+    info_set_number(o, "slots", info->slots);
+    info_set_number(o, "weights", b.weights);
+    info_set_number(o, "keys_and_values", b.kv);
+    info_set_number(o, "states", b.states);
+    info_set_number(o, "activations", b.activations);
+    info_set_number(o, "scratch", b.scratch);
+    info_set_number(o, "snapshots", b.snapshots);
+    info_set_number(o, "total", b.total);
+    if (info->fit.available != UINT64_MAX) {
+        info_set_number(o, "available", info->fit.available);
+        info_set_number(o, "largest_ctx", fit_largest_ctx(&info->fit));
+        json_object_set_new(o, "fits", json_boolean(b.total <= info->fit.available));
+    }
+    return o;
+}
+
 static void info_print_json(const struct info *info)
 {
     const struct model *m = &info->model;
-    json_t *root = json_object(), *memory = json_object(), *quant = json_object();
-    uint64_t total = info_total_bytes(info, info->ctx);
+    json_t *root = json_object(), *quant = json_object();
     json_object_set_new(root, "model", json_string(info->folder));
     json_object_set_new(root, "config", info_json_config(&m->config));
     info_set_number(root, "parameters", m->bytes.parameters);
@@ -229,21 +230,7 @@ static void info_print_json(const struct info *info)
     json_object_set_new(quant, "experts", info_json_quant(&m->layers[0].gate));
     json_object_set_new(quant, "router", info_json_quant(&m->layers[0].router));
     json_object_set_new(root, "weights", quant);
-    json_object_set_new(memory, "device", json_string(info->device));
-    json_object_set_new(memory, "kv",
-                        json_string(info->limits.kv_kind == KV_BF16 ? "bf16" : "f32"));
-    info_set_number(memory, "ctx", info->ctx);
-    info_set_number(memory, "slots", info->limits.slots);
-    info_set_number(memory, "weights", m->bytes.total);
-    info_set_number(memory, "context", info_state_bytes(info, info->ctx));
-    info_set_number(memory, "activations", info->scratch);
-    info_set_number(memory, "total", total);
-    if (info->available) {
-        info_set_number(memory, "available", info->available);
-        info_set_number(memory, "largest_ctx", info_largest_ctx(info));
-        json_object_set_new(memory, "fits", json_boolean(total <= info->available));
-    }
-    json_object_set_new(root, "memory", memory);
+    json_object_set_new(root, "memory", info_json_memory(info));
     json_dumpf(root, stdout, JSON_INDENT(1));
     putchar('\n');
     json_decref(root);
@@ -251,27 +238,11 @@ static void info_print_json(const struct info *info)
 
 /* ---- command ------------------------------------------------------------------------------- */
 
-/* What the device would like and has; it is open only for this question. */
-static bool info_ask_device(struct info *info, struct err *err)
-{
-    struct device *device;
-    if (!device_open(&(struct device_options){.name = info->backend}, &device, err))
-        return false;
-    const struct device_head *head = device_head(device);
-    uint64_t host = mem_available_bytes();
-    snprintf(info->device, sizeof info->device, "%s", head->name);
-    info->limits.kv_kind = head->kv_kind;
-    info->chunk = info->chunk ? info->chunk : device_prefill_rows(device);
-    info->available = host;
-    if (head->memory_bytes && (!host || head->memory_bytes < host))
-        info->available = head->memory_bytes;
-    device_close(device);
-    return true;
-}
-
 static bool info_gather(struct info *info, struct err *err)
 {
-    if (!info_ask_device(info, err) || !model_open(info->folder, NULL, NULL, &info->model, err))
+    const struct device_options options = {.name = info->backend};
+    if (!device_open(&options, &info->device, err) ||
+        !model_open(info->folder, NULL, NULL, &info->model, err))
         return false;
     uint32_t max = info->model.config.max_ctx;
     if (info->ctx > max)
@@ -279,10 +250,12 @@ static bool info_gather(struct info *info, struct err *err)
                        max);
     if (!info->ctx)
         info->ctx = max;
-    info->limits.slots = info->slots;
-    info->scratch = graph_bytes(
-        &info->model.config,
-        &(struct graph_limits){.rows = info->chunk, .segments = info->slots, .logit_rows = 1});
+    if (!info->chunk)
+        info->chunk = device_prefill_rows(info->device);
+    info->fit = fit_make(&info->model, info->device,
+                         &(struct fit_options){.chunk = info->chunk,
+                                               .parallel = info->slots,
+                                               .kv_kind = device_head(info->device)->kv_kind});
     return true;
 }
 
@@ -300,6 +273,7 @@ static int info_run(struct info *info)
         info_print_memory(info);
     }
     model_close(&info->model);
+    device_close(info->device);
     return ok ? 0 : cmd_fail("info", &err);
 }
 

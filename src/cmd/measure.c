@@ -8,6 +8,7 @@
 #include "cmd/cmd.h"
 #include "cmd/load.h"
 #include "cmd/machine.h"
+#include "engine/fit.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -214,6 +215,31 @@ static bool measure_many_pass(struct measure_many *many, uint32_t steps, struct 
     return true;
 }
 
+/* From the checkpoint's headers, before it is loaded. */
+static bool measure_many_sizes(const struct measure_many *many, const char *folder,
+                               struct state_limits *state, struct graph_limits *graph,
+                               struct err *err)
+{
+    const struct measure_options *o = many->options;
+    struct model sizes;
+    if (!model_open(folder, NULL, NULL, &sizes, err))
+        return false;
+    const struct fit_options wanted = {
+        .chunk = many->chunk,
+        .parallel = o->batch,
+        .kv_kind = engine_kv_kind(&o->engine, many->device),
+        .memory_bytes = o->engine.memory_bytes,
+    };
+    struct fit fit = fit_make(&sizes, many->device, &wanted);
+    uint32_t ctx = o->engine.ctx ? o->engine.ctx : o->context + o->decode + 1;
+    bool ok = fit_choose_ctx(&fit, ctx, &ctx, err);
+    *state = fit.state;
+    *graph = fit.graph;
+    state->ctx = ctx;
+    model_close(&sizes);
+    return ok;
+}
+
 static bool measure_many_open(struct measure_many *many, const char *folder, struct err *err)
 {
     const struct measure_options *o = many->options;
@@ -225,20 +251,12 @@ static bool measure_many_open(struct measure_many *many, const char *folder, str
     if (!device_open(&device, &many->device, err))
         return false;
     many->chunk = many->chunk ? many->chunk : device_prefill_rows(many->device);
-    if (!(many->has_model = model_open(folder, many->device, &load, &many->model, err)))
-        return false;
-    struct state_limits limits = {
-        .slots = o->batch,
-        .ctx = o->engine.ctx ? o->engine.ctx : o->context + o->decode + 1,
-        .kv_kind = o->engine.kv == ENGINE_KV_F32    ? KV_F32
-                   : o->engine.kv == ENGINE_KV_BF16 ? KV_BF16
-                                                    : device_head(many->device)->kv_kind,
-    };
-    struct graph_limits rows = {.rows = many->chunk > o->batch ? many->chunk : o->batch,
-                                .segments = o->batch,
-                                .logit_rows = o->batch};
-    if (!(many->has_state = state_open(&many->model, &limits, &many->state, err)) ||
-        !graph_open(&many->model, &many->state, &rows, &many->graph, err))
+    struct state_limits state;
+    struct graph_limits graph;
+    if (!measure_many_sizes(many, folder, &state, &graph, err) ||
+        !(many->has_model = model_open(folder, many->device, &load, &many->model, err)) ||
+        !(many->has_state = state_open(&many->model, &state, &many->state, err)) ||
+        !graph_open(&many->model, &many->state, &graph, &many->graph, err))
         return false;
     for (uint32_t s = 0; s < o->batch; s++) {
         many->row[s] = s;

@@ -17,6 +17,7 @@ struct engine {
     struct defaults defaults;
     bool has_model, has_state;
     uint32_t ctx, chunk, parallel;
+    uint64_t cache_bytes;                /* of a prefix cache, unless told */
     uint32_t logit_rows;                 /* rows whose logits fit at a time, at least `parallel` */
     float *logits;                       /* f32 [vocab] on the host */
     struct grammar_vocab *grammar_vocab; /* made when a request first needs it */

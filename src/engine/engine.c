@@ -2,6 +2,7 @@
  *
  * Invariant: no slot is in use between two calls, except by a scheduler's running requests. */
 #include "engine/core.h"
+#include "engine/fit.h"
 #include "engine/scheduler.h"
 
 #include "backend/device.h"
@@ -9,149 +10,40 @@
 #include "base/log.h"
 #include "base/mem.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { ENGINE_LOGIT_BYTES = 16 << 20 };
-
-/* What a context would take, and what there is. */
-struct engine_plan {
-    const struct config *config;
-    struct state_limits state;
-    uint64_t weights, graph, available; /* bytes */
-    bool limited;                       /* available is what the caller allows, and there is more */
-};
-
-static double engine_gib(uint64_t bytes)
+enum kv_kind engine_kv_kind(const struct engine_options *options, const struct device *device)
 {
-    return (double)bytes / (1 << 30);
-}
-
-static uint64_t engine_state_bytes(const struct engine_plan *plan, uint32_t ctx)
-{
-    struct state_limits limits = plan->state;
-    limits.ctx = ctx;
-    return state_bytes(plan->config, &limits);
-}
-
-static bool engine_fits(const struct engine_plan *plan, uint32_t ctx, uint64_t available)
-{
-    uint64_t fixed = plan->weights + plan->graph;
-    return fixed <= available && engine_state_bytes(plan, ctx) <= available - fixed;
-}
-
-/* The largest context of whole pages (or the model's own) that fits; 0 when not even one page. */
-static uint32_t engine_largest_ctx(const struct engine_plan *plan, uint64_t available)
-{
-    uint32_t lo = 0, hi = plan->config->max_ctx / KV_PAGE;
-    if (engine_fits(plan, plan->config->max_ctx, available))
-        return plan->config->max_ctx;
-    while (lo < hi) {
-        uint32_t middle = lo + (hi - lo + 1) / 2;
-        if (engine_fits(plan, middle * KV_PAGE, available))
-            lo = middle;
-        else
-            hi = middle - 1;
-    }
-    return lo * KV_PAGE;
-}
-
-/* Chooses or checks the context. */
-static bool engine_plan_ctx(const struct engine_plan *plan, uint32_t wanted, uint32_t *ctx,
-                            struct err *err)
-{
-    if (wanted > plan->config->max_ctx)
-        return err_set(err, ERR_USAGE, "a context of %u is more than the model's %u positions",
-                       wanted, plan->config->max_ctx);
-    /* Unless told: half of what the weights leave free, or all but an eighth of the whole. */
-    uint64_t fixed = plan->weights + plan->graph, most = plan->available - plan->available / 8;
-    if (fixed < plan->available && fixed + (plan->available - fixed) / 2 > most)
-        most = fixed + (plan->available - fixed) / 2;
-    *ctx = wanted ? wanted : engine_largest_ctx(plan, most);
-    if (*ctx && engine_fits(plan, *ctx, plan->available))
-        return true;
-    uint32_t asked = *ctx ? *ctx : plan->config->max_ctx;
-    uint32_t largest = engine_largest_ctx(plan, plan->available);
-    char advice[96] = "no context fits: use a smaller model or a machine with more memory";
-    if (plan->limited)
-        snprintf(advice, sizeof advice, "no context fits: raise --memory, which counts in MiB");
-    if (largest)
-        snprintf(advice, sizeof advice, "the largest context that fits is %u: use --ctx %u",
-                 largest, largest);
-    return err_set(err, ERR_RESOURCE,
-                   "not enough memory: weights %.2f GiB + context of %u %.2f GiB + activations "
-                   "%.2f GiB, and %.2f GiB are available; %s",
-                   engine_gib(plan->weights), asked, engine_gib(engine_state_bytes(plan, asked)),
-                   engine_gib(plan->graph), engine_gib(plan->available), advice);
-}
-
-/* Every slot can have its whole context. On top come pages for what the prefix cache keeps beside
- * running requests: a twentieth of the free memory, where there is so much. */
-static uint64_t engine_pages(const struct engine_plan *plan, uint32_t ctx)
-{
-    struct state_limits one = plan->state;
-    uint64_t least = (uint64_t)plan->state.slots * ((ctx + KV_PAGE - 1) / KV_PAGE);
-    one.ctx = ctx;
-    one.pages = least;
-    uint64_t used = plan->weights + plan->graph + state_bytes(plan->config, &one);
-    one.pages = least + 1;
-    uint64_t page = plan->weights + plan->graph + state_bytes(plan->config, &one) - used;
-    uint64_t spare = plan->available / 20;
-    if (page == 0 || used > plan->available - spare)
-        return least;
-    return least + (spare / page < 4 * least ? spare / page : 4 * least);
-}
-
-/* Free memory of the machine, and of the device where it says how much it has; at most `limit`. */
-static uint64_t engine_available(const struct device *device, uint64_t limit)
-{
-    uint64_t host = mem_available_bytes(), own = device_head(device)->memory_bytes;
-    if (host == 0)
-        host = UINT64_MAX;
-    if (own == 0)
-        own = UINT64_MAX;
-    own = limit && limit < own ? limit : own;
-    return host < own ? host : own;
-}
-
-static struct graph_limits engine_graph_limits(struct engine *engine, const struct config *config)
-{
-    uint64_t fit = ENGINE_LOGIT_BYTES / (4ull * config->vocab);
-    engine->logit_rows = fit > engine->chunk ? engine->chunk : (uint32_t)fit;
-    if (engine->logit_rows < engine->parallel)
-        engine->logit_rows = engine->parallel;
-    return (struct graph_limits){.rows = engine->chunk + engine->parallel - 1,
-                                 .segments = engine->parallel,
-                                 .logit_rows = engine->logit_rows};
+    return options->kv == ENGINE_KV_F32    ? KV_F32
+           : options->kv == ENGINE_KV_BF16 ? KV_BF16
+                                           : device_head(device)->kv_kind;
 }
 
 /* Reads the checkpoint's headers only, and decides how large everything will be. */
-static bool engine_make_plan(struct engine *engine, const struct engine_options *options,
-                             struct state_limits *limits, struct err *err)
+static bool engine_choose_sizes(struct engine *engine, const struct engine_options *options,
+                                struct state_limits *state, struct graph_limits *graph,
+                                struct err *err)
 {
     struct model sizes;
     if (!model_open(options->model, NULL, NULL, &sizes, err))
         return false;
-    struct graph_limits graph = engine_graph_limits(engine, &sizes.config);
-    struct engine_plan plan = {
-        .config = &sizes.config,
-        .state = {.slots = engine->parallel,
-                  .kv_kind = options->kv == ENGINE_KV_F32 ? KV_F32
-                             : options->kv == ENGINE_KV_BF16
-                                 ? KV_BF16
-                                 : device_head(engine->device)->kv_kind},
-        .weights = sizes.bytes.total,
-        .graph = graph_bytes(&sizes.config, &graph),
-        .available = engine_available(engine->device, options->memory_bytes),
-        .limited =
-            options->memory_bytes && options->memory_bytes < engine_available(engine->device, 0),
+    const struct fit_options wanted = {
+        .chunk = engine->chunk,
+        .parallel = engine->parallel,
+        .kv_kind = engine_kv_kind(options, engine->device),
+        .memory_bytes = options->memory_bytes,
     };
-    bool ok = engine_plan_ctx(&plan, options->ctx, &engine->ctx, err);
-    *limits = plan.state;
-    limits->ctx = engine->ctx;
-    if (ok)
-        limits->pages = engine_pages(&plan, engine->ctx);
+    struct fit fit = fit_make(&sizes, engine->device, &wanted);
+    bool ok = fit_choose_ctx(&fit, options->ctx, &engine->ctx, err);
+    if (ok) {
+        *state = fit.state;
+        *graph = fit.graph;
+        state->ctx = engine->ctx;
+        state->pages = fit_pages(&fit, engine->ctx);
+        engine->cache_bytes = fit_cache_bytes(&fit, engine->ctx, state->pages);
+        engine->logit_rows = graph->logit_rows;
+    }
     model_close(&sizes);
     return ok;
 }
@@ -184,20 +76,20 @@ static bool engine_open_parts(struct engine *engine, const struct engine_options
         .progress = options->progress,
         .progress_user = options->progress_user,
     };
-    struct state_limits limits;
+    struct state_limits state;
+    struct graph_limits graph;
     if (!device_open(&device, &engine->device, err))
         return false;
     engine->chunk = options->chunk ? options->chunk : device_prefill_rows(engine->device);
-    if (!engine_make_plan(engine, options, &limits, err) ||
+    if (!engine_choose_sizes(engine, options, &state, &graph, err) ||
         !(engine->has_model =
               model_open(options->model, engine->device, &load, &engine->model, err)))
         return false;
     const struct config *config = &engine->model.config;
-    struct graph_limits rows = engine_graph_limits(engine, config);
     if (!defaults_read(options->model, config, &engine->defaults, err) ||
         !engine_open_tokenizer(engine, options->model, err) ||
-        !(engine->has_state = state_open(&engine->model, &limits, &engine->state, err)) ||
-        !graph_open(&engine->model, &engine->state, &rows, &engine->graph, err))
+        !(engine->has_state = state_open(&engine->model, &state, &engine->state, err)) ||
+        !graph_open(&engine->model, &engine->state, &graph, &engine->graph, err))
         return false;
     engine->logits = mem_new(config->vocab, sizeof *engine->logits);
     return true;

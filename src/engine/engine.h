@@ -24,6 +24,9 @@ struct engine_options {
     void *progress_user;
 };
 
+/* Of the keys and values: what is asked for, or what the device prefers. */
+enum kv_kind engine_kv_kind(const struct engine_options *options, const struct device *device);
+
 struct engine; /* model, device, state, graph, tokenizer; one thread uses it at a time */
 
 /* Opens all of it, or fails and leaves nothing. What does not fit is refused before the weights are

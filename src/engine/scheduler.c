@@ -49,7 +49,7 @@ bool scheduler_open(struct engine *engine, const struct scheduler_options *optio
     (void)err;
     struct scheduler *s = mem_new(1, sizeof *s);
     uint32_t parallel = engine->parallel;
-    uint64_t cache_bytes = options->cache_bytes ? options->cache_bytes : mem_machine_bytes() / 10;
+    uint64_t cache_bytes = options->cache_bytes ? options->cache_bytes : engine->cache_bytes;
     s->engine = engine;
     s->disk = scheduler_open_disk(engine, options);
     if (s->disk)

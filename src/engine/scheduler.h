@@ -17,7 +17,7 @@ struct scheduler;
 struct scheduler_options {
     uint32_t queue;        /* requests that may wait; 0: 64 */
     uint32_t prefill_rows; /* prefill rows in a step while streams are running; 0: the default */
-    uint64_t cache_bytes;  /* RAM of the prefix cache; 0: a tenth of the machine's */
+    uint64_t cache_bytes;  /* RAM of the prefix cache; 0: see fit_cache_bytes */
     const char *cache_dir; /* null: no disk tier; one that cannot be used is a line in the log */
     uint64_t cache_disk_bytes; /* 0: 16 GiB */
 };

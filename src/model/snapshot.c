@@ -21,16 +21,25 @@ static uint64_t snapshot_conv_bytes(const struct config *c)
 }
 
 /* Bytes of `rows` positions of one KV head. */
-static uint64_t snapshot_row_bytes(const struct state *state, uint32_t rows)
+static uint64_t snapshot_row_bytes(enum kv_kind kind, uint32_t rows)
 {
-    return (state->limits.kv_kind == KV_BF16 ? 2ull : 4ull) * CONFIG_HEAD_DIM * rows;
+    return (kind == KV_BF16 ? 2ull : 4ull) * CONFIG_HEAD_DIM * rows;
+}
+
+static uint64_t snapshot_size(const struct config *c, enum kv_kind kind, uint32_t rows)
+{
+    return c->delta_layers * (snapshot_delta_bytes(c) + snapshot_conv_bytes(c)) +
+           2ull * c->attention_layers * c->kv_heads * snapshot_row_bytes(kind, rows);
 }
 
 uint64_t snapshot_bytes(const struct state *state, uint32_t pos)
 {
-    const struct config *c = &state->model->config;
-    return c->delta_layers * (snapshot_delta_bytes(c) + snapshot_conv_bytes(c)) +
-           2ull * c->attention_layers * c->kv_heads * snapshot_row_bytes(state, pos % KV_PAGE);
+    return snapshot_size(&state->model->config, state->limits.kv_kind, pos % KV_PAGE);
+}
+
+uint64_t snapshot_most_bytes(const struct config *config, enum kv_kind kind)
+{
+    return snapshot_size(config, kind, KV_PAGE - 1);
 }
 
 /* The first `rows` positions of a page, all heads of K or of V. */
@@ -38,7 +47,8 @@ static uint8_t *snapshot_walk_page(const struct state *state, struct span pages,
                                    uint32_t rows, uint8_t *bytes, snapshot_piece *piece)
 {
     uint32_t kv_heads = state->model->config.kv_heads;
-    uint64_t n = snapshot_row_bytes(state, rows), whole = snapshot_row_bytes(state, KV_PAGE);
+    uint64_t n = snapshot_row_bytes(state->limits.kv_kind, rows),
+             whole = snapshot_row_bytes(state->limits.kv_kind, KV_PAGE);
     if (rows == KV_PAGE) {
         piece(state->model->device, span_at(pages, page * kv_heads * whole), bytes,
               kv_heads * whole);

@@ -10,8 +10,9 @@
 
 #include "model/state.h"
 
-/* Bytes of a snapshot at `pos`. */
+/* Bytes of a snapshot at `pos`, and the most that one of any position has. */
 uint64_t snapshot_bytes(const struct state *state, uint32_t pos);
+uint64_t snapshot_most_bytes(const struct config *config, enum kv_kind kind);
 
 /* Copies what the slot holds now to `out`, snapshot_bytes of slot_pos; false: a device error. */
 bool snapshot_save(const struct state *state, uint32_t slot, uint8_t *out, struct err *err);

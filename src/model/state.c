@@ -67,12 +67,16 @@ uint64_t state_page_bytes(const struct state *state)
     return 2ull * config->attention_layers * config->kv_heads * KV_PAGE * CONFIG_HEAD_DIM * element;
 }
 
-uint64_t state_bytes(const struct config *config, const struct state_limits *limits)
+struct state_bytes state_bytes(const struct config *config, const struct state_limits *limits)
 {
-    uint64_t kv = state_times(2ull * config->attention_layers, state_kv_bytes(config, limits));
-    uint64_t delta = state_times(config->delta_layers, state_delta_bytes(config, limits));
-    uint64_t conv = state_times(config->delta_layers, state_conv_bytes(config, limits));
-    return state_plus(state_plus(kv, delta), state_plus(conv, state_table_bytes(limits)));
+    struct state_bytes b = {
+        .kv = state_times(2ull * config->attention_layers, state_kv_bytes(config, limits)),
+        .delta = state_times(config->delta_layers, state_delta_bytes(config, limits)),
+        .conv = state_times(config->delta_layers, state_conv_bytes(config, limits)),
+        .table = state_table_bytes(limits),
+    };
+    b.total = state_plus(state_plus(b.kv, b.delta), state_plus(b.conv, b.table));
+    return b;
 }
 
 /* A pool of no layers is a null span, which no op will see. */
@@ -87,15 +91,11 @@ static bool state_alloc(struct state *state, const char *what, uint64_t bytes, s
 
 static bool state_open_pools(struct state *state, struct err *err)
 {
-    const struct config *config = &state->model->config;
-    const struct state_limits *limits = &state->limits;
-    uint64_t kv = state_times(2ull * config->attention_layers, state_kv_bytes(config, limits));
-    uint64_t delta = state_times(config->delta_layers, state_delta_bytes(config, limits));
-    uint64_t conv = state_times(config->delta_layers, state_conv_bytes(config, limits));
-    return state_alloc(state, "KV pages", kv, &state->kv, err) &&
-           state_alloc(state, "GDN states", delta, &state->delta, err) &&
-           state_alloc(state, "convolution rows", conv, &state->conv, err) &&
-           state_alloc(state, "page table", state_table_bytes(limits), &state->page_table, err);
+    struct state_bytes bytes = state_bytes(&state->model->config, &state->limits);
+    return state_alloc(state, "KV pages", bytes.kv, &state->kv, err) &&
+           state_alloc(state, "GDN states", bytes.delta, &state->delta, err) &&
+           state_alloc(state, "convolution rows", bytes.conv, &state->conv, err) &&
+           state_alloc(state, "page table", bytes.table, &state->page_table, err);
 }
 
 static bool state_open_tables(struct state *state, struct err *err)
@@ -137,7 +137,7 @@ bool state_open(const struct model *model, const struct state_limits *limits, st
     state->limits = *limits;
     state->limits.pages = state_pages(limits);
     state->pages_max = (uint32_t)state_pages_of(limits->ctx);
-    if (state->limits.pages > UINT32_MAX || state_bytes(&model->config, limits) == UINT64_MAX)
+    if (state->limits.pages > UINT32_MAX || state_bytes(&model->config, limits).total == UINT64_MAX)
         return err_set(err, ERR_RESOURCE,
                        "a context of %u positions for %u sequences is more than can be addressed; "
                        "use a smaller one",

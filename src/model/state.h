@@ -32,8 +32,11 @@ struct state {
     uint32_t *ordinal;   /* [layers]: how many layers of the same kind come before this one */
 };
 
-/* Bytes that the pools would take, UINT64_MAX when they pass 2^64; for "does it fit". */
-uint64_t state_bytes(const struct config *config, const struct state_limits *limits);
+/* What the pools would take; UINT64_MAX where it passes 2^64. */
+struct state_bytes {
+    uint64_t kv, delta, conv, table, total;
+};
+struct state_bytes state_bytes(const struct config *config, const struct state_limits *limits);
 
 bool state_open(const struct model *model, const struct state_limits *limits, struct state *state,
                 struct err *err);

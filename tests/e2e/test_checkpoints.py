@@ -129,11 +129,23 @@ def test_info_full_size_mlx(tmp_path):
     # 20,480 bytes a position in bf16, twice that in f32
     one, two = info(tmp_path, "--ctx", "4096"), info(tmp_path, "--ctx", "8192")
     kv = 20480 * (2 if one["memory"]["kv"] == "f32" else 1)
-    grown = two["memory"]["context"] - one["memory"]["context"]
+    grown = two["memory"]["keys_and_values"] - one["memory"]["keys_and_values"]
     assert 0 <= grown - 4096 * kv <= 4096
     text, _ = calla("info", "-m", str(tmp_path))
-    assert "the largest context that fits" in text or "no context fits" in text
+    assert "the largest context that fits" in text or "No context fits" in text
     assert "19508787456" in text and "1669561728" in text
+
+
+def test_info_counts_as_the_engine_does():
+    """A model opens with the memory that info adds up, and not with a MiB less."""
+    for slots in (1, 3):
+        m = info("models/demo", "--ctx", "3000", "--slots", str(slots))["memory"]
+        parts = ("weights", "keys_and_values", "states", "activations", "scratch", "snapshots")
+        assert m["total"] == sum(m[p] for p in parts) and min(m[p] for p in parts) > 0
+        mib = -(-m["total"] >> 20)
+        bench = ("bench", "--prefill", "16", "--batch", str(slots), "--ctx", "3000", "--memory")
+        calla(*bench, str(mib))
+        calla(*bench, str(mib - 1), code=4)
 
 
 def test_memory_cap():

@@ -180,7 +180,7 @@ static void layers_have_their_own_memory(void **unused)
     assert_int_equal(state_delta(&state, 0).offset, 0);
     assert_int_equal(state_delta(&state, 4).offset, 2 * delta);
     assert_int_equal(state_conv(&state, 2).offset, conv);
-    assert_int_equal(state_bytes(&model.config, &state.limits),
+    assert_int_equal(state_bytes(&model.config, &state.limits).total,
                      4 * kv + 3 * delta + 3 * conv + 2 * 4 * 4);
     state_close(&state);
 }
@@ -198,7 +198,7 @@ static void sizes_are_64_bit(void **unused)
     large.config.attention_layers = 10;
     large.config.delta_layers = 30;
     struct state_limits limits = {.slots = 2, .ctx = 262144, .kv_kind = KV_BF16};
-    assert_true(state_bytes(&large.config, &limits) > 2 * 20480ull * 262144);
+    assert_true(state_bytes(&large.config, &limits).total > 2 * 20480ull * 262144);
     uint32_t ordinal[40];
     for (uint32_t i = 0; i < 40; i++)
         ordinal[i] = layers[i] ? i / 4 : i - i / 4;

@@ -23,6 +23,7 @@ void cpu_fill_ref(struct ops *ops)
         .delta = ref_delta,
         .kv_append = ref_kv_append,
         .attention = ref_attention,
+        .attention_scratch = ref_attention_scratch,
         .moe_route = ref_moe_route,
         .moe_experts = ref_moe_experts,
         .argmax = ref_argmax,

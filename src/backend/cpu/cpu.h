@@ -59,6 +59,8 @@ void ref_linear(struct device *, const struct linear_args *);
 void ref_delta(struct device *, const struct delta_args *);
 void ref_kv_append(struct device *, const struct kv_append_args *);
 void ref_attention(struct device *, const struct attention_args *);
+uint64_t ref_attention_scratch(const struct device *, const struct attention_dims *,
+                               const struct batch_view *);
 void ref_moe_route(struct device *, const struct moe_route_args *);
 void ref_moe_experts(struct device *, const struct moe_experts_args *);
 void ref_argmax(struct device *, const struct argmax_args *);

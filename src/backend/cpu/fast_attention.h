@@ -152,8 +152,9 @@ struct attention_work {
     uint32_t group; /* query heads that share a KV head */
     uint32_t share; /* of which a task does so many */
     struct attention_task *task;
-    struct attention_part *part; /* [tasks]; null when no task is split */
-    uint32_t tasks;
+    struct attention_part *part; /* [tasks] where a task is split */
+    uint64_t tasks;
+    bool split;
     struct attention_room *room; /* [workers] */
 };
 
@@ -473,10 +474,11 @@ static uint32_t attention_rows_a_task(uint32_t group)
 }
 
 /* Counts the tasks, and writes them where `task` is not null. */
-static uint32_t attention_plan(const struct attention_work *work, struct attention_task *task)
+static uint64_t attention_plan(const struct attention_work *work, struct attention_task *task)
 {
     const struct batch_view *batch = work->args->batch;
-    uint32_t n = 0, step = attention_rows_a_task(work->group);
+    uint64_t n = 0;
+    uint32_t step = attention_rows_a_task(work->group);
     for (uint32_t i = 0; i < batch->segments; i++) {
         const struct segment *s = &batch->host_segments[i];
         for (uint32_t head = 0; head < work->args->dims.heads; head += work->share)
@@ -485,24 +487,26 @@ static uint32_t attention_plan(const struct attention_work *work, struct attenti
                 uint32_t end = s->pos + r + rows, parts = (end + KV_PAGE - 1) / KV_PAGE;
                 if (s->rows > ATTENTION_FEW_ROWS)
                     parts = 1;
-                for (uint32_t p = 0; p < parts; p++, n++)
-                    if (task)
-                        task[n] = (struct attention_task){
-                            .segment = i,
-                            .kv_head = head / work->group,
-                            .head = head,
-                            .row = r,
-                            .rows = rows,
-                            .pos = p * KV_PAGE,
-                            .end = p + 1 < parts ? (p + 1) * KV_PAGE : end,
-                            .parts = p == 0 ? parts : 0,
-                        };
+                for (uint32_t p = 0; task && p < parts; p++)
+                    task[n + p] = (struct attention_task){
+                        .segment = i,
+                        .kv_head = head / work->group,
+                        .head = head,
+                        .row = r,
+                        .rows = rows,
+                        .pos = p * KV_PAGE,
+                        .end = p + 1 < parts ? (p + 1) * KV_PAGE : end,
+                        .parts = p == 0 ? parts : 0,
+                    };
+                n += parts;
             }
     }
     return n;
 }
 
-void LEVEL(attention)(struct device *device, const struct attention_args *args)
+/* How the work is cut for this device. */
+static struct attention_work attention_share(const struct device *device,
+                                             const struct attention_args *args)
 {
     struct attention_work work = {.args = args, .group = args->dims.heads / args->dims.kv_heads};
     assert(work.group <= ATTENTION_QUERIES);
@@ -513,20 +517,32 @@ void LEVEL(attention)(struct device *device, const struct attention_args *args)
         work.share /= 2;
         work.tasks = attention_plan(&work, NULL);
     }
+    for (uint32_t i = 0; i < args->batch->segments; i++) {
+        const struct segment *s = &args->batch->host_segments[i];
+        work.split |= s->rows <= ATTENTION_FEW_ROWS && s->pos + s->rows > KV_PAGE;
+    }
+    return work;
+}
+
+uint64_t LEVEL(attention_scratch)(const struct device *device, const struct attention_dims *dims,
+                                  const struct batch_view *batch)
+{
+    const struct attention_args args = {.batch = batch, .dims = *dims};
+    struct attention_work work = attention_share(device, &args);
+    return (uint64_t)device->threads * sizeof *work.room +
+           work.tasks * (sizeof *work.task + (work.split ? sizeof *work.part : 0));
+}
+
+void LEVEL(attention)(struct device *device, const struct attention_args *args)
+{
+    struct attention_work work = attention_share(device, args);
     work.task = cpu_scratch(device, 0, work.tasks, sizeof *work.task);
     work.room = cpu_scratch(device, 1, (size_t)device->threads, sizeof *work.room);
-    if (!work.task || !work.room)
+    work.part = work.split ? cpu_scratch(device, 2, work.tasks, sizeof *work.part) : NULL;
+    if (!work.task || !work.room || (work.split && !work.part))
         return;
     attention_plan(&work, work.task);
-    bool split = false;
-    for (uint32_t i = 0; i < work.tasks; i++)
-        split |= work.task[i].parts != 1;
-    if (split) {
-        work.part = cpu_scratch(device, 2, work.tasks, sizeof *work.part);
-        if (!work.part)
-            return;
-    }
-    pool_run(device->pool, attention_run, &work, work.tasks);
-    if (split)
-        pool_run(device->pool, attention_gather, &work, work.tasks);
+    pool_run(device->pool, attention_run, &work, (uint32_t)work.tasks);
+    if (work.split)
+        pool_run(device->pool, attention_gather, &work, (uint32_t)work.tasks);
 }

@@ -8,6 +8,7 @@ void LEVEL(fill)(struct ops *ops)
     ops->delta = LEVEL(delta);
     ops->kv_append = LEVEL(kv_append);
     ops->attention = LEVEL(attention);
+    ops->attention_scratch = LEVEL(attention_scratch);
     ops->moe_route = LEVEL(moe_route);
     ops->moe_experts = LEVEL(moe_experts);
     ops->argmax = LEVEL(argmax);

@@ -128,16 +128,22 @@ static void ref_attention_group(const struct attention_args *args, uint32_t slot
             y[j * DIM + k] = (float)(sum[j * DIM + k] * ref_sigmoid(qg[j * 2 * DIM + DIM + k]));
 }
 
+uint64_t ref_attention_scratch(const struct device *device, const struct attention_dims *dims,
+                               const struct batch_view *batch)
+{
+    (void)device;
+    uint64_t longest = 0, group = dims->heads / dims->kv_heads;
+    for (uint32_t i = 0; i < batch->segments; i++) {
+        uint64_t ctx = (uint64_t)batch->host_segments[i].pos + batch->host_segments[i].rows;
+        longest = ctx > longest ? ctx : longest;
+    }
+    return group * (longest + DIM) * sizeof(double);
+}
+
 void ref_attention(struct device *device, const struct attention_args *args)
 {
     const struct attention_dims *dims = &args->dims;
-    size_t longest = 0, group = dims->heads / dims->kv_heads;
-    for (uint32_t i = 0; i < args->batch->segments; i++) {
-        const struct segment *s = &args->batch->host_segments[i];
-        size_t ctx = (size_t)s->pos + s->rows;
-        longest = ctx > longest ? ctx : longest;
-    }
-    double *scores = cpu_scratch(device, 0, group * (longest + DIM), sizeof *scores);
+    double *scores = cpu_scratch(device, 0, ref_attention_scratch(device, dims, args->batch), 1);
     if (!scores)
         return;
     for (uint32_t i = 0; i < args->batch->segments; i++) {
