@@ -113,7 +113,7 @@ static void answer_free_choice(struct choice *c)
         buf_free(&c->calls[i].arguments);
     }
     free(c->calls);
-    logprobs_clear(&c->logprobs);
+    logprobs_free(&c->logprobs);
     buf_free(&c->reasoning);
     buf_free(&c->content);
     buf_free(&c->tail);

@@ -36,6 +36,7 @@ struct choice {
     bool thinking; /* its tokens are thoughts still */
     uint32_t reasoning_tokens, completion_tokens, prompt_tokens, cached_tokens;
     struct logprobs logprobs; /* those that the writer has not taken yet */
+    size_t text_len;          /* without a parser: bytes so far */
     struct buf tail;          /* the newest bytes generated: tells which stop string it was */
     struct buf raw;           /* all of it, for the trace */
     enum finish finish;
@@ -82,9 +83,8 @@ struct answer {
     size_t stop_count;
     bool logprobs;
     uint32_t top_logprobs;
-    uint64_t logprobs_kept; /* numbers, over the choices, of a reply that is no stream */
-    bool raw;               /* no parser: completions */
-    bool thinking_open;     /* the prompt ends inside a think block */
+    bool raw;           /* no parser: completions */
+    bool thinking_open; /* the prompt ends inside a think block */
     uint32_t think_tokens;
     json_t *tools; /* OpenAI form, or null; owned */
     bool one_call, no_calls;

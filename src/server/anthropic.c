@@ -38,7 +38,7 @@ static const char *anthropic_finish(const struct choice *c)
 {
     if (c->finish == FINISH_LENGTH)
         return "max_tokens";
-    if (c->call_count && !c->answer->no_calls)
+    if (c->call_count)
         return "tool_use";
     return c->stop ? "stop_sequence" : "end_turn";
 }

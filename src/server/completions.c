@@ -118,12 +118,12 @@ static void completions_write_choice(struct choice *c, const char *text, size_t 
     buf_printf(out, "{\"index\":%zu,\"text\":", c->index);
     answer_write_json(out, answer_text(text, n));
     buf_append_text(out, ",\"logprobs\":");
-    if (c->logprobs.tokens)
+    if (c->logprobs.settled)
         logprobs_write_completion(&c->logprobs, a->top_logprobs,
                                   engine_tokenizer(a->server->engine), out);
     else
         buf_append_text(out, "null");
-    logprobs_clear(&c->logprobs);
+    logprobs_clear(&c->logprobs, a->top_logprobs);
     if (finish)
         buf_printf(out, ",\"finish_reason\":\"%s\"}", finish);
     else

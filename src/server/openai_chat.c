@@ -167,7 +167,7 @@ static const char *openai_chat_finish(const struct choice *c)
 {
     if (c->finish == FINISH_LENGTH)
         return "length";
-    return c->call_count && !c->answer->no_calls ? "tool_calls" : "stop";
+    return c->call_count ? "tool_calls" : "stop";
 }
 
 static json_t *openai_chat_message(const struct choice *c)
@@ -196,7 +196,7 @@ static void openai_chat_write_logprobs(struct choice *c, struct buf *out)
     buf_append_text(out, "{\"content\":");
     logprobs_write_chat(&c->logprobs, a->top_logprobs, engine_tokenizer(a->server->engine), out);
     buf_append_text(out, ",\"refusal\":null}");
-    logprobs_clear(&c->logprobs);
+    logprobs_clear(&c->logprobs, a->top_logprobs);
 }
 
 static void openai_chat_write_choice(struct choice *c, struct buf *out)
@@ -238,7 +238,7 @@ static void openai_chat_finish_chunk(struct choice *c, const char *finish)
 {
     struct answer *a = c->answer;
     buf_append_text(&a->out, "}");
-    if (c->logprobs.tokens) {
+    if (c->logprobs.settled) {
         buf_append_text(&a->out, ",\"logprobs\":");
         openai_chat_write_logprobs(c, &a->out);
     }

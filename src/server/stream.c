@@ -33,18 +33,6 @@ static void stream_trace_event(const struct choice *c, const struct parser_event
                               kinds[event->kind], "text", answer_text(event->text, event->len)));
 }
 
-/* Where no calls were asked for, one that the model writes all the same is shown as text. */
-static struct parser_event stream_as_text(const struct parser_event *event, struct buf *text)
-{
-    if (event->kind == PARSER_CALL_BEGIN)
-        buf_printf(text, "%.*s(", (int)event->len, event->text);
-    else if (event->kind == PARSER_CALL_ARGS)
-        buf_append(text, event->text, event->len);
-    else
-        buf_append_text(text, ")");
-    return (struct parser_event){PARSER_CONTENT, 0, text->data, text->len};
-}
-
 static void stream_keep(struct choice *c, const struct parser_event *event)
 {
     switch (event->kind) {
@@ -69,15 +57,10 @@ static void stream_on_event(void *user, const struct parser_event *event)
 {
     struct choice *c = user;
     struct answer *a = c->answer;
-    struct buf text = {0};
-    struct parser_event shown = *event;
     if (c->cut)
         return;
     stream_trace_event(c, event);
-    bool of_call = event->kind >= PARSER_CALL_BEGIN;
-    if (of_call && a->no_calls)
-        shown = stream_as_text(event, &text);
-    else if (event->kind == PARSER_CALL_BEGIN && a->one_call && c->call_count == 1)
+    if (event->kind == PARSER_CALL_BEGIN && a->one_call && c->call_count == 1)
         c->cut = true;
     else if (a->one_call && c->call_count == 1 && event->kind == PARSER_CONTENT)
         c->cut = true; /* text behind the one call could not be told from a second call's */
@@ -85,16 +68,18 @@ static void stream_on_event(void *user, const struct parser_event *event)
         scheduler_cancel(a->server->scheduler, c->id);
         return;
     }
-    stream_keep(c, &shown);
+    stream_keep(c, event);
+    if (a->logprobs && event->kind == PARSER_CONTENT)
+        logprobs_show(&c->logprobs, event->at, event->len, a->top_logprobs);
     if (a->stream && a->api->event)
-        a->api->event(c, &shown);
-    buf_free(&text);
+        a->api->event(c, event);
 }
 
 void stream_open_choice(struct choice *c)
 {
     struct parser_options options = {
         .thinking_open = c->answer->thinking_open,
+        .no_calls = c->answer->no_calls,
         .tools = c->answer->tools,
         .on_event = stream_on_event,
         .user = c,
@@ -111,26 +96,23 @@ static void stream_fail(struct answer *a, const struct fault *fault)
     a->fault = *fault;
 }
 
-/* Logprobs are of the answer's tokens: those of thoughts, and the newlines that the format puts
- * between thought and answer, are left out. */
-static bool stream_is_shown(const struct choice *c, const struct mail *mail)
+/* Numbers that wait to be written, over the choices. */
+static uint64_t stream_count_logprobs(const struct answer *a)
 {
-    size_t n;
-    const char *bytes = tokenizer_bytes(engine_tokenizer(c->answer->server->engine), mail->id, &n);
-    if (c->answer->raw)
-        return true;
-    if (c->thinking || mail->id == c->answer->think_end)
-        return false;
-    return c->content.len || c->call_count || c->logprobs.tokens || !bytes ||
-           strspn(bytes, "\n") < n;
+    uint64_t tokens = 0;
+    for (size_t i = 0; i < a->count; i++)
+        tokens += a->choices[i].logprobs.tokens;
+    return tokens * (1 + a->top_logprobs);
 }
 
 static void stream_add_logprob(struct choice *c, const struct mail *mail)
 {
     struct answer *a = c->answer;
+    const struct tokenizer *tokenizer = engine_tokenizer(a->server->engine);
     struct fault fault;
-    a->logprobs_kept += a->stream ? 0 : 1 + a->top_logprobs;
-    if (a->logprobs_kept > LOGPROBS_MAX) {
+    size_t n;
+    const char *bytes = tokenizer_bytes(tokenizer, mail->id, &n);
+    if (stream_count_logprobs(a) >= LOGPROBS_MAX) {
         fault_set_status(&fault, 400, "too_many_logprobs",
                          "the answer has more than %d log-probabilities; ask for fewer tokens, "
                          "answers or 'top_logprobs', or for a stream",
@@ -138,8 +120,10 @@ static void stream_add_logprob(struct choice *c, const struct mail *mail)
         stream_fail(a, &fault);
         return;
     }
+    if (tokenizer_is_special(tokenizer, mail->id)) /* has no text */
+        n = 0;
     logprobs_add(&c->logprobs, (struct sampler_candidate){mail->id, mail->logprob}, mail->top,
-                 mail->top_count, a->top_logprobs);
+                 mail->top_count, a->top_logprobs, bytes, n);
 }
 
 static void stream_take_token(struct choice *c, const struct mail *mail)
@@ -147,7 +131,7 @@ static void stream_take_token(struct choice *c, const struct mail *mail)
     struct answer *a = c->answer;
     if (mail->id >= 0) {
         c->completion_tokens++;
-        if (a->logprobs && stream_is_shown(c, mail))
+        if (a->logprobs)
             stream_add_logprob(c, mail);
         if (c->thinking) {
             c->reasoning_tokens++;
@@ -163,10 +147,15 @@ static void stream_take_token(struct choice *c, const struct mail *mail)
     }
     if (a->server->trace)
         buf_append(&c->raw, mail->text, mail->len);
-    if (c->parser)
+    if (c->parser) {
         parser_feed(c->parser, mail->text, mail->len);
-    else if (mail->len)
-        stream_on_event(c, &(struct parser_event){PARSER_CONTENT, 0, mail->text, mail->len});
+        if (a->logprobs)
+            logprobs_settle(&c->logprobs, parser_judged(c->parser), a->top_logprobs);
+    } else if (mail->len) {
+        c->text_len += mail->len;
+        stream_on_event(c, &(struct parser_event){PARSER_CONTENT, 0, mail->text, mail->len,
+                                                  c->text_len - mail->len});
+    }
 }
 
 /* The stop string that the generated text ends with: the one whose end comes first. */
@@ -228,6 +217,8 @@ static void stream_take_end(struct choice *c, const struct mail *mail)
         c->finish = FINISH_STOP;
     else if (c->parser)
         parser_finish(c->parser);
+    if (a->logprobs)
+        logprobs_settle(&c->logprobs, SIZE_MAX, a->top_logprobs);
     if (c->cut)
         c->finish = FINISH_STOP;
     else if (mail->finish == FINISH_STOP && mail->stop_id < 0)

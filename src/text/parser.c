@@ -33,6 +33,7 @@ enum { PARSER_DELTA_MAX = 1 << 16 /* bytes gathered into one event */ };
 struct parser {
     struct parser_options options;
     struct buf pend;
+    size_t judged; /* bytes of the text before pend */
     enum parser_state state;
 
     bool thinking;         /* in an open thought */
@@ -53,13 +54,15 @@ struct parser {
 
     struct buf delta;
     enum parser_event_kind delta_kind;
+    size_t delta_at;
 };
 
 static void parser_flush(struct parser *parser)
 {
     if (!parser->delta.len)
         return;
-    struct parser_event event = {parser->delta_kind, 0, parser->delta.data, parser->delta.len};
+    struct parser_event event = {parser->delta_kind, 0, parser->delta.data, parser->delta.len,
+                                 parser->delta_at};
     if (event.kind != PARSER_REASONING && event.kind != PARSER_CONTENT)
         event.call = parser->calls - 1;
     parser->options.on_event(parser->options.user, &event);
@@ -79,20 +82,27 @@ static void parser_mark(struct parser *parser, enum parser_event_kind kind, cons
                         size_t n)
 {
     parser_flush(parser);
-    struct parser_event event = {kind, parser->calls - 1, text, n};
+    struct parser_event event = {kind, parser->calls - 1, text, n, 0};
     parser->options.on_event(parser->options.user, &event);
 }
 
-static void parser_add_text(struct parser *parser, const char *text, size_t n)
+/* `at`: where the text is in all of it. What is given out of one kind without a break lies there
+ * without a break, since what is dropped stands between kinds. */
+static void parser_add_text(struct parser *parser, const char *text, size_t n, size_t at)
 {
     enum parser_event_kind kind = parser->thinking ? PARSER_REASONING : PARSER_CONTENT;
     bool *some = parser->thinking ? &parser->thought : &parser->content;
-    for (; *some && parser->newlines; parser->newlines--)
-        buf_append_char(parser_delta(parser, kind), '\n');
+    for (; *some && parser->newlines; parser->newlines--) {
+        struct buf *out = parser_delta(parser, kind);
+        parser->delta_at = out->len ? parser->delta_at : at - parser->newlines;
+        buf_append_char(out, '\n');
+    }
     parser->newlines = 0;
     parser->after_call = false;
     *some = true;
-    buf_append(parser_delta(parser, kind), text, n);
+    struct buf *out = parser_delta(parser, kind);
+    parser->delta_at = out->len ? parser->delta_at : at;
+    buf_append(out, text, n);
 }
 
 static void parser_begin_call(struct parser *parser, bool bare, const char *name, size_t n)
@@ -184,6 +194,8 @@ static enum markup_answer parser_try_call(struct parser *parser, struct markup_t
     const char *name;
     size_t n;
     struct markup_text t = *text;
+    if (parser->options.no_calls)
+        return MARKUP_NO;
     enum markup_answer answer = markup_read_call(&t, bare, &name, &n);
     if (answer != MARKUP_YES)
         return answer;
@@ -245,7 +257,7 @@ static enum markup_answer parser_step_text(struct parser *parser, struct markup_
     }
     while (n < left && p[n] != '<' && p[n] != '\n')
         n++;
-    parser_add_text(parser, p, n);
+    parser_add_text(parser, p, n, parser->judged + text->at);
     text->at += n;
     return MARKUP_YES;
 }
@@ -340,6 +352,7 @@ static void parser_run(struct parser *parser, bool ended)
     }
     parser_flush(parser);
     buf_consume(&parser->pend, text.at);
+    parser->judged += text.at;
 }
 
 struct parser *parser_open(const struct parser_options *options)
@@ -358,6 +371,11 @@ void parser_feed(struct parser *parser, const char *text, size_t n)
     parser_run(parser, false);
 }
 
+size_t parser_judged(const struct parser *parser)
+{
+    return parser->judged - parser->newlines;
+}
+
 void parser_finish(struct parser *parser)
 {
     if (parser->pend.len)
@@ -368,7 +386,7 @@ void parser_finish(struct parser *parser)
         parser_end_call(parser);
     parser->state = PARSER_IN_TEXT;
     if (parser->newlines && !parser->after_call)
-        parser_add_text(parser, "", 0);
+        parser_add_text(parser, "", 0, parser->judged);
     parser_flush(parser);
 }
 

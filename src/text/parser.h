@@ -24,10 +24,12 @@ struct parser_event {
     size_t call;
     const char *text; /* not zero-terminated */
     size_t len;
+    size_t at; /* of content: where it begins in all of the text that was fed; it is a copy */
 };
 
 struct parser_options {
     bool thinking_open;  /* the prompt ended inside a think block */
+    bool no_calls;       /* what looks like a call is text */
     const json_t *tools; /* OpenAI tools array for value types and bare-call recovery; may be null.
                           * Borrowed: it outlives the parser. */
     void (*on_event)(void *user, const struct parser_event *event);
@@ -38,6 +40,8 @@ struct parser;
 
 struct parser *parser_open(const struct parser_options *options);
 void parser_feed(struct parser *parser, const char *text, size_t n);
+/* How much of the text fed has been judged: what of it is content has been given out. */
+size_t parser_judged(const struct parser *parser);
 /* The text is complete: closes what is open, flushes what is held. */
 void parser_finish(struct parser *parser);
 void parser_close(struct parser *parser);

@@ -226,10 +226,61 @@ def test_logprobs(server):
                 for t in (c["choices"][0].get("logprobs") or {"content": []})["content"]]
     assert [t["token"] for t in streamed] == [t["token"] for t in tokens]
     assert server.chat()["choices"][0]["logprobs"] is None
-    for seed in range(4):  # tokens that are parts of characters
-        reply = server.chat(logprobs=True, temperature=3, seed=seed, top_p=1, top_k=0, max_tokens=60)
-        whole = b"".join(bytes(t["bytes"]) for t in reply["choices"][0]["logprobs"]["content"])
-        assert whole.decode("utf-8", "replace").startswith(text(reply)[:10])
+
+
+def test_bytes_of_logprobs_are_the_content(server):
+    """Pitfall 70: whatever the model writes, in a stream or not: parts of characters, thoughts and their tags where
+    none belong, calls, control tokens, newlines that the format drops, strings that stop it within a token."""
+    rng = random.Random(5)
+    tags = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<function=get_weather>", "</function>",
+            "<parameter=city>", "</parameter>", "<|im_start|>", "<|vision_pad|>"]
+    words = ["Paris", "\n", "\n\n", " \n", ".\n", "END", " a", "EN", "\U0001f600", "\u6f22", "\u00e9", "{", "=city>\n"]
+    ids = {}
+    for word in tags + words:
+        ids[word] = server.post("/tokenize", {"content": word, "parse_special": True})[1]["tokens"]
+    parts, seen = 0, set()
+    for seed in range(300 if LONG else 30):
+        some = rng.sample(tags, 4) + rng.sample(words, 5)
+        if rng.random() < 0.5:
+            some.append("</think>")
+        bias = {str(i): 100 - rng.random() * 4 for word in some for i in ids[word]}
+        body = {"messages": CAPITAL, "logprobs": True, "top_logprobs": rng.choice([0, 2]), "logit_bias": bias,
+                "temperature": 5, "top_p": 1, "top_k": 0, "seed": seed, "max_tokens": rng.choice([1, 12, 40]),
+                "tools": [WEATHER], "tool_choice": rng.choice(["auto", "none"]),
+                "parallel_tool_calls": rng.random() < 0.5, "n": rng.choice([1, 2]),
+                "reasoning_effort": rng.choice(["none", "high"]), "thinking_budget": rng.choice([None, 5])}
+        if rng.random() < 0.5:
+            body["stop"] = rng.sample(["END", "ari", "\n\n", "=", "\u00e9"], 2)
+        reply = server.post("/v1/chat/completions", body)[1]
+        chunks = [d for _, d, _ in server.stream("/v1/chat/completions", body)]
+        for i, choice in enumerate(reply["choices"]):
+            content, tokens = choice["message"]["content"] or "", choice["logprobs"]["content"]
+            whole = b"".join(bytes(t["bytes"]) for t in tokens)
+            assert whole.decode("utf-8", "replace") == content, (body, choice)
+            assert all(t["bytes"] and bytes(t["bytes"]).decode("utf-8", "replace") == t["token"] for t in tokens)
+            own = [c["choices"][0] for c in chunks[:-1] if c["choices"][0]["index"] == i]
+            streamed = [t for c in own for t in (c.get("logprobs") or {"content": []})["content"]]
+            assert join(chunks, choice=i) == content and streamed == tokens, (body, choice)
+            parts += "\ufffd" in content
+            seen |= {word for word in tags if word in content}
+    assert parts > 3 and {"</think>", "<think>", "<tool_call>"} <= seen, (parts, seen)
+
+
+def test_bytes_of_logprobs_are_the_text(server):
+    """The same of completions, whose text is all of it but for the control tokens."""
+    ids = [t for word in ("<think>", "<|im_start|>", "\U0001f600", "\u6f22", "END", "\n\n") for t in
+           server.post("/tokenize", {"content": word, "parse_special": True})[1]["tokens"]]
+    for seed in range(10):
+        body = {"prompt": "a", "logprobs": 2, "temperature": 5, "top_p": 1, "top_k": 0, "seed": seed,
+                "max_tokens": 40, "stop": ["ND", "\n\n\n\n"], "logit_bias": {str(i): 100 for i in ids}}
+        choice = server.post("/v1/completions", body)[1]["choices"][0]
+        offsets, tokens = choice["logprobs"]["text_offset"], choice["logprobs"]["tokens"]
+        whole = "".join(tokens)
+        assert re.sub("\ufffd+", "\ufffd", choice["text"].replace("\U0001f600", "\ufffd").replace("\u6f22", "\ufffd")) \
+            == re.sub("\ufffd+", "\ufffd", whole.replace("\U0001f600", "\ufffd").replace("\u6f22", "\ufffd"))
+        events = [e for _, e, _ in server.stream("/v1/completions", body)][:-1]
+        assert [t for e in events for t in (e["choices"][0]["logprobs"] or {"tokens": []})["tokens"]] == tokens
+        assert offsets == [len("".join(tokens[:i]).encode()) for i in range(len(tokens))]
 
 
 def test_logprobs_of_a_long_answer_take_little_memory():

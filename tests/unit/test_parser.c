@@ -38,6 +38,8 @@ static json_t *test_tools(void)
  * joined. */
 struct heard {
     struct buf text, args;
+    const char *fed;
+    size_t shown; /* of what was fed: where the last content ended */
     int last;
     size_t calls, ended;
 };
@@ -54,6 +56,11 @@ static void heard_on_event(void *user, const struct parser_event *e)
     struct heard *h = user;
     if (e->kind == PARSER_REASONING || e->kind == PARSER_CONTENT) {
         assert_true(e->len > 0);
+        if (e->kind == PARSER_CONTENT) {
+            assert_true(e->at >= h->shown);
+            assert_memory_equal(e->text, h->fed + e->at, e->len);
+            h->shown = e->at + e->len;
+        }
         if (h->last != (int)e->kind) {
             heard_close(h);
             buf_append_text(&h->text, e->kind == PARSER_CONTENT ? "C(" : "R(");
@@ -84,13 +91,15 @@ static void heard_on_event(void *user, const struct parser_event *e)
 /* Feeds text in pieces of `step` bytes, the first piece of `first` bytes; the caller frees. */
 static char *hear(const json_t *tools, bool thinking, const char *text, size_t first, size_t step)
 {
-    struct heard h = {.last = -1};
+    struct heard h = {.last = -1, .fed = text};
     struct parser *parser = parser_open(&(struct parser_options){
         .thinking_open = thinking, .tools = tools, .on_event = heard_on_event, .user = &h});
     size_t n = strlen(text), at = first < n ? first : n;
     parser_feed(parser, text, at);
     while (at < n) {
         size_t k = step < n - at ? step : n - at;
+        /* what was judged is not content any more */
+        h.shown = h.shown > parser_judged(parser) ? h.shown : parser_judged(parser);
         parser_feed(parser, text + at, k);
         at += k;
     }
@@ -123,6 +132,31 @@ static void check(const json_t *tools, bool thinking, const char *text, const ch
 #define P(key, value) "<parameter=" key ">\n" value "\n</parameter>\n"
 #define F(name, body) "<function=" name ">\n" body "</function>\n"
 #define CALL(name, body) "<tool_call>\n" F(name, body) "</tool_call>"
+
+/* Where no calls are wanted, all of the answer is content. */
+static void test_without_calls(void **state)
+{
+    static const char text[] = "so\n</think>\n\na\n" CALL("f", P("s", "x")) "\n<function=f>\nb\n";
+    struct heard h = {.last = -1, .fed = text};
+    for (size_t step = 1; step < sizeof text; step++) {
+        struct parser *parser = parser_open(&(struct parser_options){.thinking_open = true,
+                                                                     .no_calls = true,
+                                                                     .tools = *state,
+                                                                     .on_event = heard_on_event,
+                                                                     .user = &h});
+        for (size_t at = 0; at < sizeof text - 1; at += step)
+            parser_feed(parser, text + at,
+                        step < sizeof text - 1 - at ? step : sizeof text - 1 - at);
+        parser_finish(parser);
+        parser_close(parser);
+        heard_close(&h);
+        assert_string_equal(h.text.data,
+                            "R(so)C(a\n" CALL("f", P("s", "x")) "\n<function=f>\nb\n)");
+        buf_clear(&h.text);
+        h.shown = 0;
+    }
+    buf_free(&h.text);
+}
 
 static void test_thoughts_and_text(void **state)
 {
@@ -497,11 +531,12 @@ static int teardown(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_thoughts_and_text), cmocka_unit_test(test_calls),
-        cmocka_unit_test(test_no_call),           cmocka_unit_test(test_missing_tags),
-        cmocka_unit_test(test_markup_in_values),  cmocka_unit_test(test_lone_opener),
-        cmocka_unit_test(test_shown_parameters),  cmocka_unit_test(test_value_types),
-        cmocka_unit_test(test_random_outputs),    cmocka_unit_test(test_linear_time),
+        cmocka_unit_test(test_without_calls), cmocka_unit_test(test_thoughts_and_text),
+        cmocka_unit_test(test_calls),         cmocka_unit_test(test_no_call),
+        cmocka_unit_test(test_missing_tags),  cmocka_unit_test(test_markup_in_values),
+        cmocka_unit_test(test_lone_opener),   cmocka_unit_test(test_shown_parameters),
+        cmocka_unit_test(test_value_types),   cmocka_unit_test(test_random_outputs),
+        cmocka_unit_test(test_linear_time),
     };
     return cmocka_run_group_tests(tests, setup, teardown);
 }
