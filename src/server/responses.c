@@ -40,11 +40,11 @@ static json_t *responses_usage(const struct answer *a)
 /* A field of the request, or a default, for the response object that repeats it. */
 static json_t *responses_echo(const struct answer *a, const char *name, json_t *fallback)
 {
-    json_t *value = json_object_get(a->body, name);
+    const json_t *value = fields_get(a->body, name);
     if (!value)
         return fallback;
     json_decref(fallback);
-    return json_incref(value);
+    return json_incref((json_t *)value);
 }
 
 static json_t *responses_object(const struct answer *a, const char *status, json_t *error)
@@ -68,8 +68,9 @@ static json_t *responses_object(const struct answer *a, const char *status, json
     json_object_set_new(r, "reasoning", responses_echo(a, "reasoning", json_object()));
     json_object_set_new(
         r, "text", responses_echo(a, "text", json_pack("{s:{s:s}}", "format", "type", "text")));
-    json_object_set_new(r, "temperature", json_real((double)a->sampling.temperature));
-    json_object_set_new(r, "top_p", json_real((double)a->sampling.top_p));
+    json_object_set_new(r, "temperature",
+                        responses_echo(a, "temperature", answer_float(a->sampling.temperature)));
+    json_object_set_new(r, "top_p", responses_echo(a, "top_p", answer_float(a->sampling.top_p)));
     json_object_set_new(r, "store", json_false());
     json_object_set_new(r, "previous_response_id", json_null());
     json_object_set_new(r, "truncation", json_string("disabled"));

@@ -225,6 +225,32 @@ def test_response_errors(server, fields, word):
     assert word in responses(server, 400, **fields)["error"]["message"]
 
 
+# ---- what is repeated
+
+@pytest.mark.parametrize("value", ["0.1", "0.6", "0.65", "0.7", "0.123456789012345", "1.0", "1", "0.0", "1e-05", "0.3"])
+def test_numbers_come_back_as_they_came(server, value):
+    """A reply repeats fields of the request; through a float of 32 bits 0.6 would be 0.6000000238418579."""
+    nest = f'{{"a":[{value},-{value},{{"b":{value}}}]}}'
+    body = (f'{{"input":"a","max_output_tokens":1,"temperature":{value},"top_p":{value},"metadata":{nest},"tools":'
+            f'[{{"type":"function","name":"f","parameters":{{"default":{value}}}}}],"text":{{"verbosity":{value}}}}}')
+    _, _, whole = server.request("POST", "/v1/responses", body)
+    _, _, stream = server.request("POST", "/v1/responses", body[:-1] + ',"stream":true}')
+    for reply, times in ((whole, 1), (stream, 3)):
+        for part in (f'"temperature":{value},', f'"top_p":{value},', f'"metadata":{nest}', f'{{"default":{value}}}',
+                     f'{{"verbosity":{value}}}'):
+            assert reply.count(part.encode()) == times, (part, reply)
+
+
+def test_numbers_that_were_not_sent_are_short(server):
+    """Defaults and what holds without thoughts, where a client sent nothing or null."""
+    for more in ({}, {"temperature": None, "top_p": None, "tools": None, "metadata": None}):
+        for effort in ("none", "high"):
+            status, reply = server.post("/v1/responses", {"input": "a", "max_output_tokens": 1, **more,
+                                                          "reasoning": {"effort": effort}})
+            assert status == 200 and len(repr(reply["temperature"])) <= 4 and len(repr(reply["top_p"])) <= 4
+            assert reply["tools"] == [] and reply["metadata"] == {}
+
+
 # ---- references in schemas
 
 BROKEN = [{"properties": {"a": {"$ref": "#/$defs/x"}}}, {"$ref": "#/$defs/x", "$defs": {"y": {}}},
