@@ -1,5 +1,6 @@
 #include "base/err.h"
 
+#include <errno.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -19,6 +20,20 @@ bool err_set(struct err *err, enum err_kind kind, const char *fmt, ...)
         if ((unsigned char)*p < 0x20 || *p == 0x7f)
             *p = '?';
     return false;
+}
+
+bool err_set_errno(struct err *err, const char *fmt, ...)
+{
+    int code = errno;
+    if (!err)
+        return false;
+    bool room = code == ENOSPC || code == EDQUOT || code == EFBIG || code == ENOMEM;
+    char text[sizeof err->text / 2];
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(text, sizeof text, fmt, ap);
+    va_end(ap);
+    return err_set(err, room ? ERR_RESOURCE : ERR_INPUT, "%s: %s", text, strerror(code));
 }
 
 bool err_wrap(struct err *err, const char *fmt, ...)

@@ -11,9 +11,10 @@
 
 enum err_kind {
     ERR_NONE = 0,
-    ERR_USAGE,    /* the command line or a request asks for something that does not exist */
-    ERR_INPUT,    /* a file, a model or a request body is damaged or does not fit */
-    ERR_RESOURCE, /* memory, context or a device is too small */
+    ERR_USAGE, /* the command line or a request asks for something that does not exist */
+    ERR_INPUT, /* a file, a model or a request body is damaged, does not fit, or cannot be read or
+                   * written */
+    ERR_RESOURCE, /* memory, context, disk or a device is too small */
     ERR_INTERNAL, /* a numerical fault or a device error: ours to mend */
 };
 
@@ -26,6 +27,10 @@ struct err {
  * is allowed. */
 bool err_set(struct err *err, enum err_kind kind, const char *fmt, ...)
     __attribute__((format(printf, 3, 4)));
+
+/* For what the system refused: the text, then ": " and what errno says. The kind is ERR_RESOURCE
+ * for want of room (a full disk, a quota, memory), else ERR_INPUT. */
+bool err_set_errno(struct err *err, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 
 /* Puts "context: " before the text that err holds already; returns false. */
 bool err_wrap(struct err *err, const char *fmt, ...) __attribute__((format(printf, 2, 3)));

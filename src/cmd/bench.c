@@ -53,8 +53,8 @@ static const char bench_help[] =
     "  calla bench -m DIR --backends cpu/avx2,cpu/avx512 --thread-counts 1,2 --runs 3\n"
     "  calla bench -m DIR --contexts 256 --batch 1,4,8 --csv\n"
     "\n"
-    "exit codes: 0 done, 2 wrong usage, 3 unreadable model, 4 not enough memory or context, 5\n"
-    "internal error\n";
+    "exit codes: 0 done, 2 wrong usage, 3 unreadable model, lost output, 4 not enough memory,\n"
+    "context or disk, 5 internal error\n";
 
 enum { BENCH_LIST = 32, BENCH_RUNS_MAX = 99, BENCH_DECODE_MAX = 65536 };
 

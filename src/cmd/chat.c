@@ -42,8 +42,8 @@ static const char chat_help[] =
     "  calla chat -m ~/models/Qwen3.6-35B-A3B-4bit --system 'Answer in one sentence.'\n"
     "  echo 'What is the capital of France?' | calla chat --no-think\n"
     "\n"
-    "exit codes: 0 done, 2 wrong usage, 3 unreadable model or input, 4 not enough memory or\n"
-    "context, 5 internal error\n";
+    "exit codes: 0 done, 2 wrong usage, 3 unreadable model or input, lost output, 4 not enough\n"
+    "memory, context or disk, 5 internal error\n";
 
 static const char chat_commands[] =
     "  /help            this list\n"

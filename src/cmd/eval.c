@@ -36,8 +36,8 @@ static const char eval_help[] =
     "      --set mlx4\n"
     "  calla eval --reference tests/data/demo/reference.json --chunk 1 --json\n"
     "\n"
-    "exit codes: 0 done, 2 wrong usage, 3 unreadable model or input, 4 not enough memory or\n"
-    "context, 5 internal error\n";
+    "exit codes: 0 done, 2 wrong usage, 3 unreadable model or input, lost output, 4 not enough\n"
+    "memory, context or disk, 5 internal error\n";
 
 enum { EVAL_MAX_BYTES = 1 << 28 };
 

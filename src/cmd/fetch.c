@@ -147,7 +147,7 @@ static bool fetch_open_part(struct fetch_part *part, const struct fetch_file *fi
              fetch_write_at(part->map_fd, &head, sizeof head, 0);
     }
     if (!ok)
-        err_set(err, ERR_INPUT, "cannot write %s: %s", file->path, strerror(errno));
+        err_set_errno(err, "cannot write %s", file->path);
     free(map);
     return ok;
 }
@@ -241,16 +241,14 @@ static size_t fetch_take_body(char *bytes, size_t size, size_t n, void *user)
         return 0;
     }
     if (!fetch_write_at(part->fd, bytes, len, s->from + have)) {
-        t->refused = !err_set(&t->fault, ERR_INPUT, "cannot write %s: %s", part->file->path,
-                              strerror(errno));
+        t->refused = !err_set_errno(&t->fault, "cannot write %s", part->file->path);
         return 0;
     }
     part->have[s->index] = have + len;
     t->gained += len;
     t->fetch->there += len;
     if (!fetch_write_have(part, s->index)) {
-        t->refused = !err_set(&t->fault, ERR_INPUT, "cannot write %s.map: %s", part->file->path,
-                              strerror(errno));
+        t->refused = !err_set_errno(&t->fault, "cannot write %s.map", part->file->path);
         return 0;
     }
     return len;

@@ -28,11 +28,12 @@ static int main_help(FILE *out)
     fprintf(out, "usage: calla [-v] COMMAND [options]\n\ncommands:\n");
     for (const struct cmd *c = commands; c->name; c++)
         fprintf(out, "  %-10s %s\n", c->name, c->summary);
-    fprintf(out,
-            "\n'calla COMMAND --help' shows a command's options and examples.\n"
-            "Commands that need a model and are given none use the demo model.\n"
-            "\nexit codes: 0 done, 2 wrong usage, 3 damaged or unfit input, 4 too little memory\n"
-            "or context, 5 internal fault\n");
+    fprintf(
+        out,
+        "\n'calla COMMAND --help' shows a command's options and examples.\n"
+        "Commands that need a model and are given none use the demo model.\n"
+        "\nexit codes: 0 done, 2 wrong usage, 3 damaged or unfit input, or what cannot be read or\n"
+        "written, 4 too little memory, context or disk, 5 internal fault\n");
     return 0;
 }
 
@@ -61,11 +62,21 @@ static int main_run(int argc, char **argv)
 int main(int argc, char **argv)
 {
     int code = main_run(argc, argv);
+    struct err err;
+    bool lost = ferror(stdout);
     errno = 0;
-    bool lost = ferror(stdout) || fflush(stdout) != 0;
+    lost |= fflush(stdout) != 0;
     if (code || !lost)
         return code;
-    fprintf(stderr, "calla: cannot write standard output: %s\n",
-            errno ? strerror(errno) : "an earlier write failed");
-    return err_exit_code(ERR_INPUT);
+    if (!errno) { /* an earlier write failed, and its reason is gone: another one will tell */
+        clearerr(stdout);
+        putchar('\n');
+        fflush(stdout);
+    }
+    if (errno)
+        err_set_errno(&err, "cannot write standard output");
+    else
+        err_set(&err, ERR_INPUT, "cannot write standard output: an earlier write failed");
+    fprintf(stderr, "calla: %s\n", err.text);
+    return err_exit_code(err.kind);
 }

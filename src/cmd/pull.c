@@ -140,7 +140,7 @@ static bool pull_open_folder(struct pull *p, struct err *err)
         return false;
     char *path = pull_path(p, ".lock", "");
     p->lock = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
-    bool ok = p->lock >= 0 || err_set(err, ERR_INPUT, "cannot write %s: %s", path, strerror(errno));
+    bool ok = p->lock >= 0 || err_set_errno(err, "cannot write %s", path);
     if (ok && flock(p->lock, LOCK_EX | LOCK_NB))
         ok = err_set(err, ERR_INPUT, "another calla pull is fetching %s", p->name);
     free(path);
@@ -185,8 +185,7 @@ static bool pull_check_disk(const struct pull *p, uint64_t there, struct err *er
 {
     struct statvfs v;
     if (statvfs(p->partial, &v))
-        return err_set(err, ERR_INPUT, "cannot see the free space of %s: %s", p->partial,
-                       strerror(errno));
+        return err_set_errno(err, "cannot see the free space of %s", p->partial);
     uint64_t room = (uint64_t)v.f_bavail * v.f_frsize, need = p->total - p->whole - there;
     if (need && need + PULL_RESERVE > room)
         return err_set(err, ERR_RESOURCE,
@@ -223,7 +222,7 @@ static bool pull_check_file(struct pull *p, const struct hub_file *f, struct err
     }
     int fd = ok ? open(part, O_RDONLY | O_CLOEXEC) : -1;
     if (ok && (fd < 0 || fsync(fd) || !pull_write_sum(p, f) || rename(part, whole)))
-        ok = err_set(err, ERR_INPUT, "cannot finish %s: %s", whole, strerror(errno));
+        ok = err_set_errno(err, "cannot finish %s", whole);
     if (ok)
         fetch_drop_map(part);
     if (fd >= 0)
@@ -290,8 +289,7 @@ static bool pull_finish(struct pull *p, struct err *err)
     if (dir)
         closedir(dir);
     if (rename(p->partial, p->folder))
-        return err_set(err, ERR_INPUT, "cannot rename %s to %s: %s", p->partial, p->folder,
-                       strerror(errno));
+        return err_set_errno(err, "cannot rename %s to %s", p->partial, p->folder);
     return true;
 }
 

@@ -47,8 +47,8 @@ static const char run_help[] =
     "  calla run --json-schema person.json -p 'Who was J. S. Bach?'\n"
     "  calla run --raw -p 'In the beginning' -n 40 --json\n"
     "\n"
-    "exit codes: 0 done, 2 wrong usage, 3 unreadable model or input, 4 not enough memory or\n"
-    "context, 5 internal error\n";
+    "exit codes: 0 done, 2 wrong usage, 3 unreadable model or input, lost output, 4 not enough\n"
+    "memory, context or disk, 5 internal error\n";
 
 enum { RUN_MAX_STOPS = 64, RUN_MAX_PROMPT = 1 << 28, RUN_MAX_SCHEMA = 1 << 24 };
 
@@ -68,6 +68,7 @@ struct run {
     int32_t think_end; /* id of </think>, or -1 */
     bool colours;      /* stdout is a terminal */
     bool progress;     /* a progress line stands on stderr */
+    int lost;          /* errno of the write that stdout refused, or 0 */
     uint64_t start_ns;
 };
 
@@ -172,7 +173,9 @@ static bool run_on_token(void *user, const struct engine_token *token)
         fputs("\033[0m", stdout);
     if (token->id >= 0 && token->id == run->think_end)
         run->thinking = false;
-    return fflush(stdout) == 0;
+    if (fflush(stdout) != 0)
+        run->lost = errno;
+    return !run->lost;
 }
 
 static const char *run_finish_name(enum finish finish)
@@ -303,8 +306,11 @@ static bool run_answer(struct run *run, struct engine *engine, const struct gram
         run_print_json(run, &prompt, &result, load_s);
     if (ok && !run->json && (!run->raw || run->colours))
         putchar('\n');
-    if (ok && fflush(stdout) != 0)
-        ok = err_set(err, ERR_INPUT, "cannot write standard output: %s", strerror(errno));
+    if (fflush(stdout) != 0 && !run->lost)
+        run->lost = errno;
+    errno = run->lost;
+    if (ok && run->lost)
+        ok = err_set_errno(err, "cannot write standard output");
     if (ok)
         run_print_statistics(run, engine, &result, load_s);
     token_list_free(&result.ids);

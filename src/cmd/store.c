@@ -77,7 +77,7 @@ bool store_make_folder(const char *path, struct err *err)
         char end = *p;
         *p = 0;
         if (mkdir(copy, 0777) && errno != EEXIST)
-            ok = err_set(err, ERR_INPUT, "cannot make the folder %s: %s", copy, strerror(errno));
+            ok = err_set_errno(err, "cannot make the folder %s", copy);
         *p = end;
         if (!end)
             break;

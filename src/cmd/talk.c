@@ -262,8 +262,8 @@ static bool talk_generate(struct talk *talk, const struct token_list *prompt,
     talk_count(talk, &result);
     talk_print_statistics(&result);
     token_list_free(&result.ids);
-    return !turn->lost ||
-           err_set(err, ERR_INPUT, "cannot write standard output: %s", strerror(turn->lost));
+    errno = turn->lost;
+    return !turn->lost || err_set_errno(err, "cannot write standard output");
 }
 
 bool talk_answer(struct talk *talk, const char *text, size_t n, struct err *err)

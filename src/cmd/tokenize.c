@@ -5,7 +5,6 @@
 #include "cmd/load.h"
 #include "text/tokenizer.h"
 
-#include <errno.h>
 #include <jansson.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -39,7 +38,8 @@ static const char tokenize_help[] =
     "  calla tokenize 'Hello world' | calla tokenize --decode\n"
     "  echo '\"two\\nlines\"' | calla tokenize --json\n"
     "\n"
-    "exit codes: 0 done, 2 wrong usage, 3 unreadable model or input\n";
+    "exit codes: 0 done, 2 wrong usage, 3 unreadable model or input, lost output, 4 not\n"
+    "enough memory or disk\n";
 
 static bool tokenize_encode(const struct tokenizer *tokenizer, const char *text, size_t n,
                             const struct tokenize_options *options, struct token_list *ids,
@@ -170,8 +170,6 @@ static int tokenize_run(const char *folder, int argc, char **argv,
     }
     buf_free(&in);
     tokenizer_close(tokenizer);
-    if (ok && fflush(stdout) != 0)
-        ok = err_set(&err, ERR_INPUT, "cannot write standard output: %s", strerror(errno));
     return ok ? 0 : cmd_fail("tokenize", &err);
 }
 

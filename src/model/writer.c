@@ -30,9 +30,27 @@ bool writer_put_file(const char *folder, const char *name, const char *text, siz
     if (f && fclose(f) != 0)
         ok = false;
     if (!ok)
-        err_set(err, ERR_RESOURCE, "cannot write %s: %s", path, strerror(errno));
+        err_set_errno(err, "cannot write %s", path);
     free(path);
     return ok;
+}
+
+static bool writer_put(int fd, const void *data, uint64_t bytes, uint64_t at)
+{
+    const uint8_t *p = data;
+    while (bytes) {
+        ssize_t n = pwrite(fd, p, bytes, (off_t)at);
+        if (n < 0 && errno == EINTR)
+            continue;
+        if (n == 0)
+            errno = ENOSPC;
+        if (n <= 0)
+            return false;
+        p += n;
+        at += (uint64_t)n;
+        bytes -= (uint64_t)n;
+    }
+    return true;
 }
 
 static void writer_plan_shards(struct writer *w, uint64_t shard_bytes)
@@ -97,10 +115,10 @@ static bool writer_start_shard(struct writer *w, struct writer_shard *s, struct 
     for (int i = 0; i < 8; i++)
         length[i] = (uint8_t)((uint64_t)header.len >> 8 * i);
     s->fd = open(s->part_path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
-    bool ok = s->fd >= 0 && write(s->fd, length, 8) == 8 &&
-              write(s->fd, header.data, header.len) == (ssize_t)header.len;
+    bool ok = s->fd >= 0 && writer_put(s->fd, length, 8, 0) &&
+              writer_put(s->fd, header.data, header.len, 8);
     if (!ok)
-        err_set(err, ERR_RESOURCE, "cannot write %s: %s", s->part_path, strerror(errno));
+        err_set_errno(err, "cannot write %s", s->part_path);
     buf_free(&header);
     return ok;
 }
@@ -108,8 +126,7 @@ static bool writer_start_shard(struct writer *w, struct writer_shard *s, struct 
 static bool writer_check_folder(const struct writer *w, struct err *err)
 {
     if (mkdir(w->folder, 0755) != 0 && errno != EEXIST)
-        return err_set(err, ERR_RESOURCE, "cannot make the folder %s: %s", w->folder,
-                       strerror(errno));
+        return err_set_errno(err, "cannot make the folder %s", w->folder);
     static const char *const taken[] = {"config.json", "model.safetensors",
                                         "model.safetensors.index.json"};
     for (size_t i = 0; i < sizeof taken / sizeof *taken; i++) {
@@ -157,19 +174,9 @@ bool writer_write(const struct writer *w, uint32_t tensor, uint64_t at, const vo
 {
     const struct writer_tensor *t = &w->tensors[tensor];
     const struct writer_shard *s = &w->shards[t->shard];
-    const uint8_t *p = data;
     assert(at + bytes <= t->bytes);
-    while (bytes) {
-        ssize_t n = pwrite(s->fd, p, bytes, (off_t)(t->offset + at));
-        if (n < 0 && errno == EINTR)
-            continue;
-        if (n <= 0)
-            return err_set(err, ERR_RESOURCE, "cannot write %s: %s", s->part_path, strerror(errno));
-        p += n;
-        at += (uint64_t)n;
-        bytes -= (uint64_t)n;
-    }
-    return true;
+    return writer_put(s->fd, data, bytes, t->offset + at) ||
+           err_set_errno(err, "cannot write %s", s->part_path);
 }
 
 static bool writer_put_index(const struct writer *w, struct err *err)
@@ -194,7 +201,7 @@ bool writer_finish(struct writer *w, struct err *err)
         int failed = close(s->fd);
         s->fd = -1;
         if (failed || rename(s->part_path, s->path) != 0)
-            return err_set(err, ERR_RESOURCE, "cannot write %s: %s", s->path, strerror(errno));
+            return err_set_errno(err, "cannot write %s", s->path);
     }
     return writer_put_index(w, err);
 }

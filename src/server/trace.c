@@ -1,6 +1,7 @@
 /* Owns the file. A line is written in one call, under a lock, and flushed. */
 #include "server/trace.h"
 
+#include "base/log.h"
 #include "base/mem.h"
 
 #include <errno.h>
@@ -14,6 +15,7 @@
 
 struct trace {
     FILE *file;
+    bool warned;
     pthread_mutex_t lock;
 };
 
@@ -23,7 +25,7 @@ bool trace_open(const char *path, struct trace **out, struct err *err)
     int fd = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
     FILE *file = fd >= 0 ? fdopen(fd, "a") : NULL;
     if (!file) {
-        err_set(err, ERR_USAGE, "cannot write the trace to %s: %s", path, strerror(errno));
+        err_set_errno(err, "cannot write the trace to %s", path);
         if (fd >= 0)
             close(fd);
         return false;
@@ -55,9 +57,11 @@ void trace_write(struct trace *trace, const char *id, const char *event, json_t 
         json_object_update(line, fields);
         char *text = json_dumps(line, JSON_COMPACT | JSON_PRESERVE_ORDER | JSON_REAL_PRECISION(17));
         pthread_mutex_lock(&trace->lock);
-        if (text)
-            fprintf(trace->file, "%s\n", text);
-        fflush(trace->file);
+        bool ok = text && fprintf(trace->file, "%s\n", text) > 0 && fflush(trace->file) == 0;
+        if (!ok && !trace->warned)
+            log_warn("lines are missing in the trace: %s (said once)",
+                     text ? strerror(errno) : "a field is not UTF-8");
+        trace->warned |= !ok;
         pthread_mutex_unlock(&trace->lock);
         free(text);
         json_decref(line);

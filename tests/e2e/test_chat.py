@@ -221,7 +221,7 @@ def test_commands_and_history(tmp_path):
         t.prompt()
         for text, want in [("/help", "/save FILE"), ("/think on", "thinking is on"), ("/think off", "thinking is off"),
                            ("/think", "thinking is off"), ("/nonsense", "no command /nonsense"), ("/save", "name of a file"),
-                           ("/save /nowhere/x", "cannot write"), ("/system You are terse.", "message set"),
+                           ("/save /nowhere/x", "cannot write"), ("/save /dev/full", "cannot write"), ("/system You are terse.", "message set"),
                            ("/stats", r"context 0 of \d+")]:
             t.send(text + "\r")
             t.expect(want)
