@@ -53,6 +53,9 @@ struct sequence {
     uint32_t load_most;      /* tokens of a prefix from disk: longer ones did not hold */
     bool counted;            /* its prompt, in the scheduler's numbers */
     bool suspect;            /* its last batch failed: it runs alone until one is good */
+    bool failed;             /* a batch with it did: prompts are read in smaller chunks beside it */
+    bool failed_alone;       /* a batch of it alone did: at the next such it ends */
+    uint32_t suspect_to;     /* position that a good batch must reach for it to run with others */
 };
 
 /* Checks the request and copies it: ERR_USAGE or ERR_RESOURCE, naming what is wrong. */

@@ -5,8 +5,8 @@
  * greedily and nobody waits, the device gets the next step before the host has this one's tokens.
  *
  * Invariants: outside a step every running request's slot stands where its fed tokens end. A batch
- * that fails resets the slots in it, and its requests are read again one at a time, so that the one
- * at fault ends alone. */
+ * that fails resets the slots in it, and its requests are read again one at a time and in smaller
+ * chunks, so that the one at fault ends alone, and at its second failure alone at the latest. */
 #include "engine/step.h"
 
 #include "backend/device.h"
@@ -21,6 +21,7 @@ enum {
     STEP_WORTH = 256,          /* tokens that another request must be about to share */
     STEP_LOAD_NS = 20000000,   /* a step's time to put in what the disk has given */
     STEP_SAVE_BYTES = 8 << 20, /* of pages that a step copies for the disk */
+    STEP_RETRY = 4,            /* parts of a chunk in which a request that failed is read */
     STEP_WAIT_NS = 100000000,  /* to look at the disk again without its news */
 };
 
@@ -224,10 +225,20 @@ static bool step_add(struct scheduler *s, struct sequence *sequence, uint32_t ro
     return true;
 }
 
-/* Prompt rows that this step may have. */
-static uint32_t step_budget(const struct scheduler *s, bool streaming)
+/* Rows of a batch in which something runs that failed: what was too much for the device once is
+ * tried in parts. */
+static uint32_t step_retry_rows(const struct scheduler *s)
 {
-    uint32_t chunk = s->engine->chunk;
+    return (s->engine->chunk + STEP_RETRY - 1) / STEP_RETRY;
+}
+
+/* Prompt rows that this step may have. */
+static uint32_t step_budget(const struct scheduler *s)
+{
+    uint32_t chunk = s->engine->chunk, streaming = s->batch.rows, retry = step_retry_rows(s);
+    for (uint32_t i = 0; i < s->engine->parallel; i++)
+        if (s->running[i] && s->running[i]->failed)
+            chunk = retry > streaming ? retry - streaming : 1;
     if (!streaming)
         return chunk;
     uint32_t rows = s->prefill_rows;
@@ -298,7 +309,8 @@ static bool step_add_suspect(struct scheduler *s)
         if (step_fed(s, sequence) == 0)
             step_begin(s, sequence);
         uint32_t rows = (uint32_t)sequence->tokens.len - step_fed(s, sequence);
-        step_add(s, sequence, rows < s->engine->chunk ? rows : s->engine->chunk);
+        uint32_t most = step_retry_rows(s);
+        step_add(s, sequence, rows < most ? rows : most);
         return true;
     }
     return false;
@@ -311,7 +323,7 @@ static void step_form(struct scheduler *s)
     if (step_add_suspect(s))
         return;
     step_add_streams(s);
-    step_add_readers(s, step_budget(s, s->batch.rows > 0));
+    step_add_readers(s, step_budget(s));
 }
 
 /* ---- what came of it ---------------------------------------------------------------------- */
@@ -344,10 +356,15 @@ static void step_fail_batch(struct scheduler *s, struct err *err)
         struct sequence *sequence = s->member[i];
         if (!sequence)
             continue;
-        if (alone && sequence->suspect)
+        if (alone && (sequence->suspect || sequence->failed_alone)) {
             step_end_fault(s, sequence, err);
-        else
-            step_redo(s, sequence);
+            continue;
+        }
+        /* Who failed before goes past this place alone, so that it is not come to for ever. */
+        sequence->suspect_to = sequence->failed ? s->segments[i].pos + s->segments[i].rows : 0;
+        sequence->failed = true;
+        sequence->failed_alone |= alone;
+        step_redo(s, sequence);
     }
 }
 
@@ -468,8 +485,9 @@ static void step_end_batch(struct scheduler *s, bool good)
     for (uint32_t i = 0; i < s->batch.segments; i++) {
         s->segments[i].pos++;
         anybody |= s->member[i] != NULL;
-        if (s->member[i])
-            s->member[i]->suspect &= !good;
+        if (good && s->member[i])
+            s->member[i]->suspect &=
+                s->segments[i].pos + s->segments[i].rows <= s->member[i]->suspect_to;
     }
     s->ahead = s->ahead && anybody;
     if (!s->ahead)

@@ -370,20 +370,24 @@ static void a_nan_ends_one_request(void **unused)
 }
 
 /* A device that fails when told: from `after` batches on, `times` times, those with `slot` in them
- * (or any). */
+ * (or any), of more than `rows` rows, and that reach beyond `pos`. */
 static struct {
     void (*embed)(struct device *, const struct embed_args *);
     bool (*sync)(struct device *, struct err *);
     int after, times, slot;
+    uint32_t rows, pos;
     bool broken;
 } faulty;
 
 static void faulty_embed(struct device *device, const struct embed_args *args)
 {
-    bool hit = faulty.slot < 0;
-    for (uint32_t i = 0; i < args->batch->segments; i++)
-        hit |= (int)args->batch->host_segments[i].slot == faulty.slot;
-    if (hit && --faulty.after < 0 && faulty.times-- > 0)
+    bool hit = false;
+    for (uint32_t i = 0; i < args->batch->segments; i++) {
+        const struct segment *segment = &args->batch->host_segments[i];
+        hit |= (faulty.slot < 0 || (int)segment->slot == faulty.slot) &&
+               segment->pos + segment->rows > faulty.pos;
+    }
+    if (hit && args->batch->rows > faulty.rows && --faulty.after < 0 && faulty.times-- > 0)
         faulty.broken = true;
     faulty.embed(device, args);
 }
@@ -394,6 +398,18 @@ static bool faulty_sync(struct device *device, struct err *err)
         return faulty.sync(device, err);
     faulty.broken = false;
     return err_set(err, ERR_RESOURCE, "out of device memory");
+}
+
+static void faulty_take(struct engine *engine)
+{
+    struct device_head *head = (struct device_head *)engine->device;
+    faulty.embed = head->ops.embed;
+    faulty.sync = head->calls.sync;
+    head->ops.embed = faulty_embed;
+    head->calls.sync = faulty_sync;
+    faulty.slot = -1;
+    faulty.after = 0;
+    faulty.times = 1 << 20;
 }
 
 /* Pitfalls 88, 109: an error of a batch, which names no request: once, and it passes unseen;
@@ -410,11 +426,7 @@ static void device_errors_end_the_request_that_causes_them(void **unused)
         request[i] = client_request(&prompt[i], 12);
     }
     answer_alone(engine, request, 4, alone);
-    struct device_head *head = (struct device_head *)engine->device;
-    faulty.embed = head->ops.embed;
-    faulty.sync = head->calls.sync;
-    head->ops.embed = faulty_embed;
-    head->calls.sync = faulty_sync;
+    faulty_take(engine);
     for (int round = 0; round < 24; round++) {
         bool passing = round % 2 == 0;
         struct scheduler *scheduler = serve_schedule(engine, (struct scheduler_options){0});
@@ -458,6 +470,95 @@ static void device_errors_end_the_request_that_causes_them(void **unused)
     }
     assert_true(serve_stats(scheduler).faults_in_a_row >= 4);
     scheduler_close(scheduler);
+    for (int i = 0; i < 4; i++) {
+        client_free(&alone[i]);
+        token_list_free(&prompt[i]);
+    }
+    engine_close(engine);
+}
+
+/* Pitfall 109: too little memory for a chunk is enough for a smaller one. */
+static void a_retry_reads_less_at_a_time(void **unused)
+{
+    (void)unused;
+    struct engine *engine = serve_open(tiny_folder, "cpu/ref", 512, 32, 4);
+    struct token_list prompt[4] = {0};
+    struct engine_request request[4];
+    struct client alone[4], c[4] = {0};
+    for (int i = 0; i < 4; i++) {
+        prompt[i] = noise(150 + 30 * (size_t)i, 60 + (uint64_t)i);
+        request[i] = client_request(&prompt[i], 12);
+    }
+    answer_alone(engine, request, 4, alone);
+    faulty_take(engine);
+    faulty.rows = 8;
+    struct scheduler *scheduler = serve_schedule(engine, (struct scheduler_options){0});
+    client_submit(&c[0], scheduler, request[0]);
+    assert_true(serve_all(scheduler) < 100);
+    for (int i = 1; i < 4; i++)
+        client_submit(&c[i], scheduler, request[i]);
+    assert_true(serve_all(scheduler) < 400);
+    for (int i = 0; i < 4; i++) {
+        assert_int_equal(c[i].ends, 1);
+        assert_same_answer(&c[i], &alone[i]);
+    }
+    assert_int_equal(serve_stats(scheduler).failed, 0);
+    assert_int_equal(serve_stats(scheduler).faults_in_a_row, 0);
+    faulty.rows = 0; /* no chunk is small enough */
+    client_free(&c[0]);
+    c[0] = serve_one(scheduler, request[0]);
+    assert_int_equal(c[0].err.kind, ERR_RESOURCE);
+    faulty.times = 0;
+    client_free(&c[0]);
+    c[0] = serve_one(scheduler, request[0]);
+    assert_same_answer(&c[0], &alone[0]);
+    for (int i = 0; i < 4; i++) {
+        client_free(&c[i]);
+        client_free(&alone[i]);
+        token_list_free(&prompt[i]);
+    }
+    scheduler_close(scheduler);
+    assert_int_equal(engine->state.free_count, engine->state.limits.pages);
+    engine_close(engine);
+}
+
+/* Pitfalls 88, 109: what fails at a place that is reached only after batches that are good ends its
+ * request too, in a prompt and in an answer; those that stay before it are answered. */
+static void an_error_at_a_position_ends_its_request(void **unused)
+{
+    (void)unused;
+    struct engine *engine = serve_open(tiny_folder, "cpu/ref", 512, 16, 4);
+    struct token_list prompt[4] = {0};
+    struct engine_request request[4];
+    struct client alone[4];
+    for (int i = 0; i < 4; i++) {
+        prompt[i] = noise(i == 1 ? 150 : 20 + 3 * (size_t)i, 50 + (uint64_t)i);
+        request[i] = client_request(&prompt[i], 40);
+    }
+    answer_alone(engine, request, 4, alone);
+    faulty_take(engine);
+    faulty.rows = 0;
+    for (uint32_t pos = 70; pos <= 170; pos += 100) { /* in the prompt; in the answer */
+        struct scheduler *scheduler = serve_schedule(engine, (struct scheduler_options){0});
+        struct client c[4] = {0};
+        faulty.pos = pos;
+        for (int i = 0; i < 4; i++)
+            client_submit(&c[i], scheduler, request[i]);
+        uint32_t steps = 0;
+        while (steps < 1000 && scheduler_step(scheduler))
+            steps++;
+        assert_true(steps < 1000);
+        for (int i = 0; i < 4; i++) {
+            assert_int_equal(c[i].ends, 1);
+            if (i != 1)
+                assert_same_answer(&c[i], &alone[i]);
+            client_free(&c[i]);
+        }
+        assert_int_equal(serve_stats(scheduler).failed, 1);
+        scheduler_close(scheduler);
+        assert_int_equal(engine->state.free_count, engine->state.limits.pages);
+    }
+    faulty.pos = 0;
     for (int i = 0; i < 4; i++) {
         client_free(&alone[i]);
         token_list_free(&prompt[i]);
@@ -647,6 +748,8 @@ int main(void)
         cmocka_unit_test(streams_go_on_while_prompts_are_read),
         cmocka_unit_test(a_nan_ends_one_request),
         cmocka_unit_test(device_errors_end_the_request_that_causes_them),
+        cmocka_unit_test(a_retry_reads_less_at_a_time),
+        cmocka_unit_test(an_error_at_a_position_ends_its_request),
         cmocka_unit_test(a_thinking_budget_ends_the_thought),
         cmocka_unit_test(a_grammar_begins_after_the_thought),
         cmocka_unit_test(callers_in_threads_get_their_own_answers),
@@ -658,6 +761,8 @@ int main(void)
         cmocka_unit_test(requests_are_cancelled_in_every_phase),
         cmocka_unit_test(a_nan_ends_one_request),
         cmocka_unit_test(device_errors_end_the_request_that_causes_them),
+        cmocka_unit_test(a_retry_reads_less_at_a_time),
+        cmocka_unit_test(an_error_at_a_position_ends_its_request),
         cmocka_unit_test(a_thinking_budget_ends_the_thought),
         cmocka_unit_test(a_grammar_begins_after_the_thought),
         cmocka_unit_test(callers_in_threads_get_their_own_answers),
