@@ -59,6 +59,21 @@ static void sequence_copy_stops(struct sequence *s, const struct engine_request 
     s->stops = (struct stops){.strings = stop, .count = request->stop_count};
 }
 
+/* Whether one token may be all of a stop string. */
+static bool sequence_stops_at_once(const struct sequence *s)
+{
+    bool found = false;
+    for (size_t i = 0; s->engine->tokenizer && !found && i < s->request.stop_count; i++) {
+        struct token_list ids = {0};
+        const char *text = s->request.stop[i];
+        struct err err = {0};
+        found = tokenizer_encode(s->engine->tokenizer, text, strlen(text), NULL, 0, &ids, &err) &&
+                ids.len == 1;
+        token_list_free(&ids);
+    }
+    return found;
+}
+
 static void sequence_copy(struct sequence *s, const struct engine_request *request)
 {
     size_t bias = request->sampling.bias_count;
@@ -72,6 +87,7 @@ static void sequence_copy(struct sequence *s, const struct engine_request *reque
         memcpy(s->bias, request->sampling.bias, bias * sizeof *s->bias);
     s->request.sampling.bias = s->bias;
     sequence_copy_stops(s, request);
+    s->stops_at_once = sequence_stops_at_once(s);
 }
 
 bool sequence_open(struct engine *engine, const struct engine_request *request,
@@ -160,8 +176,11 @@ bool sequence_can_follow(const struct sequence *s)
 {
     size_t len = s->result.ids.len + 1;
     bool ends_thought = s->thinking && s->request.think_tokens && len >= s->request.think_tokens;
+    /* A step ahead feeds a token of the answer that may end it. A stop string is not in what a next
+     * turn repeats, so the state must stay before it, where it can. */
+    bool stops = s->stops_at_once && !s->thinking;
     return sampler_is_argmax(s->sampler) && !s->request.grammar && !s->request.logprobs &&
-           len < s->limit && !ends_thought;
+           len < s->limit && !ends_thought && !stops;
 }
 
 static void sequence_mask(struct sequence *s, float *logits, size_t vocab)

@@ -39,6 +39,7 @@ struct sequence {
     struct grammar_run *grammar;   /* once the thought has ended, when the request has one */
     int32_t think_end;             /* id of "</think>", or -1 */
     bool thinking;                 /* inside the think block that the prompt opened */
+    bool stops_at_once;            /* a stop string is one token: it comes without a beginning */
     uint64_t submit_ns, start_ns, first_ns; /* queued; prefill began; first token */
 
     /* the scheduler's */

@@ -106,6 +106,50 @@ static void later_turns_go_on(void **unused)
     engine_close(engine);
 }
 
+/* A turn behind an answer that a stop string ended finds as much of it in the cache as where steps
+ * wait for each other: all of it, when the string was one token. */
+static void turns_behind_stop_strings_go_on(void **unused)
+{
+    (void)unused;
+    static const char *const stops[] = {".", " old", "\n", " the old harbor", "quite elsewhere"};
+    static const char begin[] = "<|im_start|>user\nTell me a story about the sea.<|im_end|>\n"
+                                "<|im_start|>assistant\n<think>\n\n</think>\n\n";
+    struct engine *engine = serve_open("models/demo", "cpu/ref", 1024, 64, 2);
+    for (size_t i = 0; i < sizeof stops / sizeof *stops; i++) {
+        uint32_t cached[2];
+        for (int ahead = 0; ahead < 2; ahead++) {
+            struct scheduler *scheduler = serve_schedule(engine, (struct scheduler_options){0});
+            struct token_list prompt = {0}, next = {0}, one = {0};
+            serve_encode(engine, begin, &prompt);
+            serve_encode(engine, stops[i], &one);
+            struct engine_request request = client_request(&prompt, 40);
+            request.stop = &stops[i];
+            request.stop_count = 1;
+            serve_set_ahead(engine, ahead);
+            struct client first = serve_one(scheduler, request);
+            assert_true(fetched.count == 0 || (ahead && one.len > 1));
+            struct buf text = {0};
+            buf_printf(&text, "%s%.*s", begin, (int)first.text.len, first.text.data);
+            serve_encode(engine, text.data, &next);
+            uint32_t answer = (uint32_t)(next.len - prompt.len);
+            serve_encode(engine, "<|im_end|>\n<|im_start|>user\nGo on.<|im_end|>\n", &next);
+            struct client second = serve_one(scheduler, client_request(&next, 1));
+            cached[ahead] = second.result.cached_tokens;
+            if (one.len == 1 && first.result.finish == FINISH_STOP)
+                assert_int_equal(cached[ahead], prompt.len + answer);
+            client_free(&first);
+            client_free(&second);
+            buf_free(&text);
+            token_list_free(&prompt);
+            token_list_free(&next);
+            token_list_free(&one);
+            scheduler_close(scheduler);
+        }
+        assert_int_equal(cached[0], cached[1]);
+    }
+    engine_close(engine);
+}
+
 /* Random comings and goings: greedy and sampled requests, ends of all kinds, some give up. */
 static void crowds_answer_as_alone(void **unused)
 {
@@ -315,6 +359,7 @@ int main(void)
         cmocka_unit_test(contexts_end_at_the_same_place),
         cmocka_unit_test(other_choices_are_read_again),
         cmocka_unit_test(later_turns_go_on),
+        cmocka_unit_test(turns_behind_stop_strings_go_on),
         cmocka_unit_test(crowds_answer_as_alone),
         cmocka_unit_test(faults_reach_the_step_they_belong_to),
         cmocka_unit_test(reads_that_fail_end_the_request),
