@@ -20,7 +20,8 @@ static bool sequence_check(const struct engine *engine, const struct engine_requ
                            struct err *err)
 {
     if (request->prompt_len == 0)
-        return err_set(err, ERR_USAGE, "the prompt is empty");
+        return err_set(err, ERR_USAGE,
+                       "the prompt is empty: a model goes on from a token at least");
     if (request->prompt_len > engine->ctx)
         return err_set(err, ERR_RESOURCE,
                        "the prompt has %zu tokens and the context holds %u; use a larger --ctx or "

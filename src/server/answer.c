@@ -267,8 +267,6 @@ static bool answer_check_room(const struct answer *a, struct fault *fault)
 {
     uint32_t ctx = engine_ctx(a->server->engine);
     for (size_t i = 0; i < a->prompt_count; i++) {
-        if (a->prompts[i].len == 0)
-            return fault_set(fault, a->raw ? "prompt" : "messages", "the prompt is empty");
         if (a->prompts[i].len > ctx)
             return fault_set_status(fault, 400, "context_length_exceeded",
                                     "prompt is too long: %zu tokens > %u maximum",

@@ -223,7 +223,7 @@ static bool anthropic_add_blocks(struct chat *chat, const json_t *tools, const c
 {
     struct anthropic_open open = {0};
     bool ok = true;
-    if (!strcmp(role, "assistant"))
+    if (!strcmp(role, "assistant") || !json_array_size(blocks))
         anthropic_begin_message(chat, role, &open);
     for (size_t i = 0; ok && i < json_array_size(blocks); i++) {
         char where[80];

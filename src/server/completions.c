@@ -73,13 +73,19 @@ static bool completions_read_prompts(struct answer *a, struct fault *fault)
     const json_t *prompt = fields_get(a->body, "prompt");
     bool many = json_is_array(prompt) && !json_is_integer(json_array_get(prompt, 0));
     size_t count = many ? json_array_size(prompt) : 1;
-    if (!prompt || count == 0 || count > ANSWER_MAX_CHOICES)
+    if (!prompt || count > ANSWER_MAX_CHOICES)
         return fault_set(fault, "prompt", "'prompt' must be text, token ids, or a list of up to %d",
                          ANSWER_MAX_CHOICES);
     a->prompts = mem_new(count, sizeof *a->prompts);
-    for (size_t i = 0; i < count; i++)
+    bool empty = count == 0;
+    for (size_t i = 0; i < count; i++) {
         if (!completions_add_prompt(a, many ? json_array_get(prompt, i) : prompt, fault))
             return false;
+        empty |= a->prompts[i].len == 0;
+    }
+    if (empty)
+        return fault_set(fault, "prompt",
+                         "'prompt' is empty: a model goes on from a token at least");
     for (size_t i = 0; i < count && a->server->trace; i++)
         completions_trace(a, many ? json_array_get(prompt, i) : prompt, a->prompts[i].len);
     return true;

@@ -94,6 +94,18 @@ def test_prompt_comes_from_a_file_or_standard_input(tmp_path):
     assert run_json("--raw", "--temp", "0", "-n", "3", stdin=b"In the beginning")["ids"] == want
 
 
+def test_an_empty_prompt_is_a_message_but_no_text(tmp_path):
+    """In the chat format it is answered, wherever it comes from; without the format there is nothing to go on from."""
+    empty = tmp_path / "empty"
+    empty.write_bytes(b"")
+    sources = [(["-p", ""], None), (["-f", str(empty)], None), ([], b"")]
+    asked = [run_json("-n", "2", *argv, stdin=stdin)["prompt_ids"] for argv, stdin in sources]
+    assert len(asked[0]) > 5 and asked[0] == asked[1] == asked[2]
+    for argv, stdin in sources:
+        p = calla("run", "--raw", *argv, stdin=stdin, ok=False)
+        assert p.returncode == 2 and b"the prompt is empty" in p.stderr
+
+
 def test_seed_stop_and_chunk():
     argv = ["--raw", "-p", "Once upon a time", "-n", "12", "--temp", "2", "--top-k", "0",
             "--top-p", "1", "--min-p", "0", "--ignore-eos"]

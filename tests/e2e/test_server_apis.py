@@ -225,6 +225,36 @@ def test_response_errors(server, fields, word):
     assert word in responses(server, 400, **fields)["error"]["message"]
 
 
+# ---- nothing
+
+def test_empty_messages_are_answered(server):
+    """The chat format is there to go on from: all forms of an empty message give the same prompt."""
+    paths = {"/v1/chat/completions": [[{"role": "user", "content": c}] for c in ("", [], None, [{"type": "text", "text": ""}])]
+             + [[{"role": "user"}]],
+             "/v1/messages": [[{"role": "user", "content": c}] for c in ("", [], [{"type": "text", "text": ""}])],
+             "/v1/responses": ["", [{"role": "user", "content": ""}], [{"role": "user", "content": []}]]}
+    tokens = set()
+    for path, forms in paths.items():
+        for form in forms:
+            body = {"input": form, "max_output_tokens": 2} if path == "/v1/responses" else {
+                "messages": form, "max_tokens": 2}
+            status, reply = server.post(path, body)
+            assert status == 200, (path, form, reply)
+            u = reply["usage"]
+            tokens.add(u["prompt_tokens"] if "prompt_tokens" in u else
+                       u["input_tokens"] + u.get("cache_read_input_tokens", 0))
+    assert len(tokens) == 1 and tokens.pop() > 5
+    for path, key in (("/v1/chat/completions", "messages"), ("/v1/messages", "messages"), ("/v1/responses", "input")):
+        status, reply = server.post(path, {key: [], **({"max_tokens": 1} if key == "messages" else {})})
+        assert status == 400 and f"'{key}'" in reply["error"]["message"], "no message is not an empty one"
+
+
+@pytest.mark.parametrize("prompt", ["", [], [[]], [""], ["a", ""], [[1], []]])
+def test_an_empty_text_has_nothing_to_go_on_from(server, prompt):
+    status, reply = server.post("/v1/completions", {"prompt": prompt})
+    assert status == 400 and reply["error"]["param"] == "prompt" and "'prompt' is empty" in reply["error"]["message"]
+
+
 # ---- what is repeated
 
 @pytest.mark.parametrize("value", ["0.1", "0.6", "0.65", "0.7", "0.123456789012345", "1.0", "1", "0.0", "1e-05", "0.3"])
