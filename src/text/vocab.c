@@ -137,7 +137,10 @@ static bool vocab_reserve(struct vocab *vocab, json_int_t id, const char *text, 
     uint32_t need = (uint32_t)id + 1;
     if (need <= vocab->count)
         return true;
-    vocab->entries = mem_grow(vocab->entries, need, sizeof *vocab->entries);
+    if (need > vocab->cap) {
+        vocab->cap = need < 2 * vocab->cap ? 2 * vocab->cap : need;
+        vocab->entries = mem_grow(vocab->entries, vocab->cap, sizeof *vocab->entries);
+    }
     memset(vocab->entries + vocab->count, 0, (need - vocab->count) * sizeof *vocab->entries);
     vocab->count = need;
     return true;
@@ -205,7 +208,15 @@ static bool vocab_read_added(struct vocab *vocab, json_int_t id, json_t *token, 
         buf_append(&vocab->bytes, text, n);
     }
     if (!(e->flags & VOCAB_ADDED)) {
-        vocab->added = mem_grow(vocab->added, vocab->added_count + 1, sizeof *vocab->added);
+        if (vocab->added_count == VOCAB_MAX_ADDED)
+            return err_set(err, ERR_INPUT,
+                           "there are more than %d added tokens, which is the most "
+                           "that are supported",
+                           VOCAB_MAX_ADDED);
+        if (vocab->added_count == vocab->added_cap) {
+            vocab->added_cap = vocab->added_cap ? 2 * vocab->added_cap : 64;
+            vocab->added = mem_grow(vocab->added, vocab->added_cap, sizeof *vocab->added);
+        }
         vocab->added[vocab->added_count++] = (int32_t)id;
         vocab->added_first[(unsigned char)*text] = true;
     }
@@ -215,17 +226,24 @@ static bool vocab_read_added(struct vocab *vocab, json_int_t id, json_t *token, 
     return true;
 }
 
-/* Longest first, so that the first that matches is the longest. Insertion sort: tens of tokens. */
+static int vocab_compare_keys(const void *a, const void *b)
+{
+    uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
+    return (x > y) - (x < y);
+}
+
+/* Longest first, so that the first that matches is the longest. */
 static void vocab_sort_added(struct vocab *vocab)
 {
-    int32_t *a = vocab->added;
-    for (uint32_t i = 1; i < vocab->added_count; i++) {
-        int32_t id = a[i];
-        uint32_t k = i;
-        for (; k && vocab->entries[a[k - 1]].len < vocab->entries[id].len; k--)
-            a[k] = a[k - 1];
-        a[k] = id;
+    uint64_t *key = mem_new(vocab->added_count, sizeof *key);
+    for (uint32_t i = 0; i < vocab->added_count; i++) {
+        uint32_t id = (uint32_t)vocab->added[i];
+        key[i] = (uint64_t)(UINT32_MAX - vocab->entries[id].len) << 32 | id;
     }
+    qsort(key, vocab->added_count, sizeof *key, vocab_compare_keys);
+    for (uint32_t i = 0; i < vocab->added_count; i++)
+        vocab->added[i] = (int32_t)(uint32_t)key[i];
+    free(key);
 }
 
 static bool vocab_build_index(struct vocab *vocab, struct err *err)
@@ -385,6 +403,11 @@ static json_t *vocab_load_json(const char *path, struct err *err)
     struct file_map map;
     if (!file_map_open(path, &map, err))
         return NULL;
+    if (map.bytes > VOCAB_MAX_FILE) {
+        err_set(err, ERR_INPUT, "has %zu bytes; at most %d are read", map.bytes, VOCAB_MAX_FILE);
+        file_map_close(&map);
+        return NULL;
+    }
     json_error_t why;
     json_t *root = json_loadb(map.data ? (const char *)map.data : "", map.bytes, 0, &why);
     file_map_close(&map);

@@ -10,7 +10,13 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { VOCAB_MAX_ID = (1 << 24) - 1 };
+/* Bounds of what a folder can ask for. A text is compared with every added token at each place
+ * where one can begin, so their number is bounded too; models have tens to hundreds. */
+enum {
+    VOCAB_MAX_ID = (1 << 24) - 1,
+    VOCAB_MAX_ADDED = 1 << 14,
+    VOCAB_MAX_FILE = 128 << 20, /* bytes of a file; the family's have 20 million at most */
+};
 
 enum vocab_flag {
     VOCAB_PRESENT = 1, /* the id has text */
@@ -32,14 +38,14 @@ struct vocab_merge {
 struct vocab {
     struct buf bytes;            /* the raw bytes of all entries */
     struct vocab_entry *entries; /* [count], by id */
-    uint32_t count;              /* 1 + the highest id */
+    uint32_t count, cap;         /* 1 + the highest id; room for */
     int32_t *slots;              /* [slot_mask + 1], open hash of ids by bytes; -1: empty */
     uint32_t slot_mask;
     struct vocab_merge *merges; /* [merge_mask + 1], open hash by (left, right) */
     uint32_t merge_mask;
     int32_t byte_ids[256]; /* ids of the single bytes */
     int32_t *added;        /* [added_count], longest text first */
-    uint32_t added_count;
+    uint32_t added_count, added_cap;
     bool added_first[256]; /* whether an added token opens with this byte */
 };
 

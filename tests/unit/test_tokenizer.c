@@ -8,6 +8,7 @@
 #include "spent.h"
 #include "text/split.h"
 
+#include <fcntl.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -664,6 +665,74 @@ static void unsupported_files(void **state)
     json_decref(list);
 }
 
+/* The demo's tokenizer.json with so many added tokens, of several lengths in turn. */
+static json_t *with_added(uint32_t count)
+{
+    json_t *root = demo_json(), *added = json_object_get(root, "added_tokens");
+    for (uint32_t i = (uint32_t)json_array_size(added); i < count; i++)
+        json_array_append_new(added, json_pack("{s:i, s:o}", "id", (int)(10000 + i), "content",
+                                               json_sprintf("<%0*u>", (int)(6 + i % 7), i)));
+    return root;
+}
+
+/* A file of any size is read, or refused, in about the time that its JSON takes. */
+static void many_added_tokens(void **state)
+{
+    (void)state;
+    struct tokenizer *t;
+    struct err err = {0};
+    json_t *root = with_added(16384);
+    double start = spent_ms();
+    if (!open_json(root, NULL, &t, &err))
+        fail_msg("%s", err.text);
+    assert_true(spent_ms() - start < 1000);
+    json_decref(root);
+    struct token_list ids = {0};
+    static const char text[] = "a<000100><0000101>b<00100>"; /* 100 % 7 is 2, 101 % 7 is 3 */
+    assert_true(tokenizer_encode(t, text, sizeof text - 1, NULL, 0, &ids, &err));
+    int added = 0;
+    for (size_t i = 0; i < ids.len; i++)
+        added += ids.ids[i] >= 10000;
+    assert_int_equal(added, 0);
+    ids.len = 0;
+    static const char exact[] = "<00000100><000000101>"; /* the longest that matches wins */
+    assert_true(tokenizer_encode(t, exact, sizeof exact - 1, NULL, 0, &ids, &err));
+    assert_int_equal(ids.len, 2);
+    assert_int_equal(ids.ids[0], 10100);
+    assert_int_equal(ids.ids[1], 10101);
+    token_list_free(&ids);
+    tokenizer_close(t);
+
+    root = with_added(300000);
+    start = spent_ms();
+    assert_false(open_json(root, NULL, &t, &err));
+    double took = spent_ms() - start;
+    print_message("300,000 added tokens: %.0f ms, %s\n", took, err.text);
+    assert_true(took < 3000); /* most of it writes and reads the JSON */
+    assert_int_equal(err.kind, ERR_INPUT);
+    assert_non_null(strstr(err.text, "more than 16384 added tokens"));
+    json_decref(root);
+}
+
+static void a_file_without_end_is_refused(void **state)
+{
+    (void)state;
+    char folder[] = "/tmp/calla-tokenizer-XXXXXX";
+    struct tokenizer *t;
+    struct err err = {0};
+    assert_non_null(mkdtemp(folder));
+    char *path = file_join(folder, "tokenizer.json");
+    int fd = open(path, O_WRONLY | O_CREAT, 0600);
+    assert_int_equal(ftruncate(fd, (128 << 20) + 1), 0); /* a hole */
+    close(fd);
+    assert_false(tokenizer_open(folder, &t, &err));
+    assert_int_equal(err.kind, ERR_INPUT);
+    assert_non_null(strstr(err.text, "has 134217729 bytes; at most 134217728 are read"));
+    unlink(path);
+    rmdir(folder);
+    free(path);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -678,6 +747,8 @@ int main(void)
         cmocka_unit_test(stream_cut_at_every_byte),
         cmocka_unit_test(stream_of_garbage_ids),
         cmocka_unit_test(both_notations),
+        cmocka_unit_test(many_added_tokens),
+        cmocka_unit_test(a_file_without_end_is_refused),
         cmocka_unit_test(unsupported_files),
     };
     return cmocka_run_group_tests(tests, open_demo, close_demo);
