@@ -66,6 +66,7 @@ struct run {
     struct buf answer; /* with --json */
     bool thinking;     /* the text being printed is dimmed reasoning */
     int32_t think_end; /* id of </think>, or -1 */
+    bool skip_lines;   /* line ends before a value that is all of the answer */
     bool colours;      /* stdout is a terminal */
     bool progress;     /* a progress line stands on stderr */
     int lost;          /* errno of the write that stdout refused, or 0 */
@@ -160,15 +161,20 @@ static bool run_on_prefill(void *user, uint32_t done, uint32_t total)
 static bool run_on_token(void *user, const struct engine_token *token)
 {
     struct run *run = user;
+    const char *text = token->text;
+    size_t len = token->len;
     run_clear_progress(run);
+    for (; run->skip_lines && len && *text == '\n'; len--)
+        text++;
+    run->skip_lines &= !len;
     if (run->json) {
-        buf_append(&run->answer, token->text, token->len);
+        buf_append(&run->answer, text, len);
         return true;
     }
     bool dim = run->thinking && run->colours;
     if (dim)
         fputs("\033[2m", stdout);
-    fwrite(token->text, 1, token->len, stdout);
+    fwrite(text, 1, len, stdout);
     if (dim)
         fputs("\033[0m", stdout);
     if (token->id >= 0 && token->id == run->think_end)
@@ -284,6 +290,7 @@ static bool run_answer(struct run *run, struct engine *engine, const struct gram
         return false;
     }
     run->think_end = tokenizer_find(engine_tokenizer(engine), "</think>");
+    run->skip_lines = grammar && !run->thinking;
     run->start_ns = clock_now_ns();
     struct engine_request request = {
         .prompt = prompt.ids,

@@ -11,6 +11,7 @@ CALLA = os.path.join(ROOT, "build", "calla")
 REFERENCE = json.load(open(os.path.join(ROOT, "tests", "data", "demo", "reference.json")))
 MARGIN = 0.02
 STOP = (8174, 8172)
+LINE_ENDS = (198, 418)
 
 
 def calla(*argv, stdin=None, ok=True):
@@ -153,6 +154,22 @@ def test_json_schema_holds_after_thinking(tmp_path, options):
         assert len(answer["day"]) == 10 and len(answer["word"]) <= 12
         done += 1
     assert done
+
+
+def test_json_schema_begins_with_the_value(tmp_path):
+    """The line ends that a model writes behind a thought stand there only where a thought is shown."""
+    path = tmp_path / "schema.json"
+    path.write_text(json.dumps({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}))
+    held = 0
+    for seed in range(8):
+        args = ("-p", "What is 2 + 3?", "--json-schema", str(path), "-n", "30", "--seed", str(seed))
+        out = run_json(*args)
+        held += out["ids"][0] in LINE_ENDS
+        assert out["text"].startswith("{"), out["text"]
+        assert calla("run", *args).stdout.startswith(b"{")
+    assert held, "no seed has shown it"
+    thought = run_json("--think", "-p", "What is 2 + 3?", "--json-schema", str(path), "--seed", "1")["text"]
+    assert "</think>" not in thought or "</think>\n\n{" in thought
 
 
 @pytest.mark.parametrize("schema, code, says", [
