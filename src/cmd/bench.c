@@ -74,7 +74,7 @@ struct bench_options {
     struct bench_names backends, ablate;
     uint32_t decode, runs;
     bool peak, csv, json;
-    const char *arm; /* "run" or "peak": this process is one */
+    const char *arm; /* "check", "peak" or "run": this process does that for one arm */
 };
 
 /* ---- an arm, in its own process ----------------------------------------------------------- */
@@ -125,6 +125,12 @@ static int bench_run_arm(const struct bench_options *o)
                                       .context = o->contexts.value[0],
                                       .decode = o->decode,
                                       .batch = o->batch.value[0]};
+    if (!strcmp(o->arm, "check")) {
+        if (!measure_check(&options, &err))
+            return cmd_fail("bench", &err);
+        bench_print_json(json_object(), JSON_COMPACT);
+        return 0;
+    }
     struct measure m;
     bool ok = measure_run(&options, &m, &err);
     if (ok)
@@ -356,6 +362,33 @@ static struct bench_arm bench_arm_at(const struct bench_options *o, uint32_t i)
     };
 }
 
+/* Positions, then sequences: what the arms of one backend need grows with these. */
+static bool bench_needs_more(const struct bench_arm *a, const struct bench_arm *b)
+{
+    uint64_t x = (uint64_t)a->context + a->decode, y = (uint64_t)b->context + b->decode;
+    return x != y ? x > y : a->batch > b->batch;
+}
+
+/* Before anything is printed: what cannot work ends the command at once. Of the arms that differ in
+ * nothing else, the largest is tried. */
+static bool bench_check(int argc, char **argv, struct bench_arm *arms, uint32_t n, int *code)
+{
+    for (uint32_t i = 0; i < n; i++) {
+        bool largest = true;
+        for (uint32_t k = 0; k < n; k++) {
+            bool alike = arms[k].backend == arms[i].backend && arms[k].without == arms[i].without &&
+                         arms[k].threads == arms[i].threads;
+            largest &= !alike || (k < i ? bench_needs_more(&arms[i], &arms[k])
+                                        : !bench_needs_more(&arms[k], &arms[i]));
+        }
+        json_t *fine = largest ? bench_start(argc, argv, "check", &arms[i], code) : NULL;
+        json_decref(fine);
+        if (largest && !fine)
+            return false;
+    }
+    return true;
+}
+
 /* Arms of one backend and thread count share a measurement of the memory. */
 static bool bench_find_peak(int argc, char **argv, struct bench_arm *arms, uint32_t i, int *code)
 {
@@ -380,10 +413,11 @@ static int bench_run_all(const struct bench_options *o, int argc, char **argv)
     for (uint32_t i = 0; i < n; i++)
         arms[i] = bench_arm_at(o, i);
     int code = 0;
-    if (o->csv)
+    bool fine = bench_check(argc, argv, arms, n, &code);
+    if (fine && o->csv)
         printf("backend,threads,context,batch,run,prefill_s,prefill_tok_s,decode_s,decode_tok_s,"
                "peak_gb_s,share,digest,without\n");
-    else if (!o->json)
+    else if (fine && !o->json)
         bench_print_head(&machine, o);
     for (uint32_t i = 0; o->peak && code == 0 && i < n; i++)
         bench_find_peak(argc, argv, arms, i, &code);

@@ -90,17 +90,39 @@ bool cmd_parse_bytes(const char *option, const char *text, uint64_t lo, uint64_t
     return true;
 }
 
+/* One of a few numbers. */
+static bool cmd_parse_choice(const char *option, const char *text, const uint32_t *values, size_t n,
+                             uint32_t *out, struct err *err)
+{
+    char list[64] = "";
+    for (size_t i = 0; i < n; i++) {
+        size_t len = strlen(list);
+        snprintf(list + len, sizeof list - len, "%s%u",
+                 !i          ? ""
+                 : i + 1 < n ? ", "
+                             : " or ",
+                 values[i]);
+    }
+    uint64_t value;
+    bool ok = cmd_parse_uint(option, text, 0, UINT32_MAX, &value, NULL), found = false;
+    for (size_t i = 0; ok && i < n; i++)
+        found |= values[i] == value;
+    if (!found)
+        return err_set(err, ERR_USAGE, "%s wants %s, not '%s'", option, list, text);
+    *out = (uint32_t)value;
+    return true;
+}
+
 bool cmd_parse_bits(const char *option, const char *text, uint32_t *out, struct err *err)
 {
-    return cmd_parse_u32(option, text, 2, 8, out, err) &&
-           (*out != 7 || err_set(err, ERR_USAGE, "%s must be 2, 3, 4, 5, 6 or 8", option));
+    static const uint32_t bits[] = {2, 3, 4, 5, 6, 8};
+    return cmd_parse_choice(option, text, bits, sizeof bits / sizeof *bits, out, err);
 }
 
 bool cmd_parse_group(const char *option, const char *text, uint32_t *out, struct err *err)
 {
-    return cmd_parse_u32(option, text, 32, 128, out, err) &&
-           (*out == 32 || *out == 64 || *out == 128 ||
-            err_set(err, ERR_USAGE, "%s must be 32, 64 or 128", option));
+    static const uint32_t groups[] = {32, 64, 128};
+    return cmd_parse_choice(option, text, groups, sizeof groups / sizeof *groups, out, err);
 }
 
 bool cmd_parse_float(const char *option, const char *text, double lo, double hi, double *out,

@@ -98,14 +98,18 @@ static bool measure_pass(struct engine *engine, const int32_t *prompt, uint32_t 
     return true;
 }
 
+static uint32_t measure_ctx(const struct measure_options *o)
+{
+    return o->engine.ctx ? o->engine.ctx : o->context + o->decode + 1;
+}
+
 static bool measure_one(const struct measure_options *options, struct measure *m, struct err *err)
 {
     struct engine *engine;
     struct engine_options open = options->engine;
     uint64_t start = clock_now_ns();
     uint32_t warm = options->decode < MEASURE_WARM_STEPS ? options->decode : MEASURE_WARM_STEPS;
-    if (open.ctx == 0)
-        open.ctx = options->context + options->decode + 1;
+    open.ctx = measure_ctx(options);
     if (!load_engine(&open, &engine, err))
         return false;
     m->load_s = clock_seconds_since(start);
@@ -215,24 +219,38 @@ static bool measure_many_pass(struct measure_many *many, uint32_t steps, struct 
     return true;
 }
 
-/* From the checkpoint's headers, before it is loaded. */
-static bool measure_many_sizes(const struct measure_many *many, const char *folder,
-                               struct state_limits *state, struct graph_limits *graph,
-                               struct err *err)
+static bool measure_open_device(const struct measure_options *o, struct device **out,
+                                struct err *err)
 {
-    const struct measure_options *o = many->options;
+    struct device_options device = {.name = o->engine.backend,
+                                    .threads = o->engine.threads,
+                                    .deterministic = o->engine.deterministic,
+                                    .without = o->engine.without};
+    return device_open(&device, out, err);
+}
+
+/* From the checkpoint's headers, before it is loaded. */
+static bool measure_sizes(const struct measure_options *o, const struct device *device,
+                          const char *folder, struct state_limits *state,
+                          struct graph_limits *graph, struct err *err)
+{
     struct model sizes;
     if (!model_open(folder, NULL, NULL, &sizes, err))
         return false;
     const struct fit_options wanted = {
-        .chunk = many->chunk,
+        .chunk = o->engine.chunk ? o->engine.chunk : device_prefill_rows(device),
         .parallel = o->batch,
-        .kv_kind = engine_kv_kind(&o->engine, many->device),
+        .kv_kind = engine_kv_kind(&o->engine, device),
         .memory_bytes = o->engine.memory_bytes,
     };
-    struct fit fit = fit_make(&sizes, many->device, &wanted);
-    uint32_t ctx = o->engine.ctx ? o->engine.ctx : o->context + o->decode + 1;
+    struct fit fit = fit_make(&sizes, device, &wanted);
+    uint32_t ctx = measure_ctx(o);
     bool ok = fit_choose_ctx(&fit, ctx, &ctx, err);
+    if (ok && o->context + o->decode > ctx)
+        ok = err_set(err, ERR_RESOURCE,
+                     "a context of %u does not hold a prompt of %u and %u tokens after it; use a "
+                     "larger --ctx",
+                     ctx, o->context, o->decode);
     *state = fit.state;
     *graph = fit.graph;
     state->ctx = ctx;
@@ -243,17 +261,13 @@ static bool measure_many_sizes(const struct measure_many *many, const char *fold
 static bool measure_many_open(struct measure_many *many, const char *folder, struct err *err)
 {
     const struct measure_options *o = many->options;
-    struct device_options device = {.name = o->engine.backend,
-                                    .threads = o->engine.threads,
-                                    .deterministic = o->engine.deterministic,
-                                    .without = o->engine.without};
     struct model_options load = {.lock = o->engine.lock, .huge_pages = o->engine.huge_pages};
-    if (!device_open(&device, &many->device, err))
+    if (!measure_open_device(o, &many->device, err))
         return false;
     many->chunk = many->chunk ? many->chunk : device_prefill_rows(many->device);
     struct state_limits state;
     struct graph_limits graph;
-    if (!measure_many_sizes(many, folder, &state, &graph, err) ||
+    if (!measure_sizes(o, many->device, folder, &state, &graph, err) ||
         !(many->has_model = model_open(folder, many->device, &load, &many->model, err)) ||
         !(many->has_state = state_open(&many->model, &state, &many->state, err)) ||
         !graph_open(&many->model, &many->state, &graph, &many->graph, err))
@@ -309,6 +323,23 @@ bool measure_run(const struct measure_options *options, struct measure *out, str
     char *found;
     bool ok =
         load_find(options->engine.model, &found, err) && measure_batch(options, found, out, err);
+    free(found);
+    return ok;
+}
+
+bool measure_check(const struct measure_options *options, struct err *err)
+{
+    struct device *device;
+    struct state_limits state;
+    struct graph_limits graph;
+    char *found;
+    if (!load_find(options->engine.model, &found, err))
+        return false;
+    bool ok = measure_open_device(options, &device, err);
+    if (ok) {
+        ok = measure_sizes(options, device, found, &state, &graph, err);
+        device_close(device);
+    }
     free(found);
     return ok;
 }

@@ -28,6 +28,9 @@ struct measure {
 /* Token i of the prompt that every engine is measured with: i * 2654435761 mod 2^32 mod vocab. */
 int32_t measure_prompt_id(uint32_t i, uint32_t vocab);
 
+/* Whether the measurement can be made here, as far as that shows without loading the weights. */
+bool measure_check(const struct measure_options *options, struct err *err);
+
 /* Warms up with the same shape (the whole prompt, two steps), then measures from a fresh state. */
 bool measure_run(const struct measure_options *options, struct measure *out, struct err *err);
 void measure_free(struct measure *m);

@@ -92,19 +92,22 @@ struct quantize {
     struct quantize_block *blocks;
     uint64_t block_count;
     json_t *overrides; /* module path -> {bits, group_size} or false */
+    json_t *modules;   /* paths of the matrices, below the model, as keys */
     struct writer writer;
 };
+
+static bool quantize_rule_fits(const struct quantize_rule *rule, const char *module)
+{
+    size_t n = strlen(module), m = strlen(rule->suffix);
+    return m <= n && !strcmp(module + n - m, rule->suffix) && (m == n || module[n - m - 1] == '.');
+}
 
 static uint32_t quantize_bits_of(const struct quantize_options *o, const char *module)
 {
     uint32_t bits = o->bits;
-    size_t n = strlen(module);
-    for (uint32_t i = 0; i < o->rule_count; i++) {
-        size_t m = strlen(o->rules[i].suffix);
-        if (m <= n && !strcmp(module + n - m, o->rules[i].suffix) &&
-            (m == n || module[n - m - 1] == '.'))
+    for (uint32_t i = 0; i < o->rule_count; i++)
+        if (quantize_rule_fits(&o->rules[i], module))
             bits = o->rules[i].bits;
-    }
     return bits;
 }
 
@@ -134,6 +137,7 @@ static void quantize_add_matrix(struct quantize *q, const char *path, struct qua
     uint32_t rank = stacked ? 3 : 2, wanted = quantize_bits_of(q->options, path);
     part.bits = part.cols % group ? 0 : wanted;
     part.target = q->tensor_count;
+    json_object_set_new(q->modules, path, json_null());
     quantize_full_name(module, path);
     snprintf(name, sizeof name, "%s.weight", module);
     if (!part.bits) {
@@ -394,6 +398,7 @@ static void quantize_list(struct quantize *q, const struct shards *shards, bool 
     q->parts = mem_new(2 * (size_t)shards->count, sizeof *q->parts);
     q->tensors = mem_new(6 * (size_t)shards->count, sizeof *q->tensors);
     q->overrides = json_object();
+    q->modules = json_object();
     for (uint32_t i = 0; i < shards->count; i++)
         order[i] = &shards->tensors[i];
     qsort(order, shards->count, sizeof *order, quantize_compare_place);
@@ -402,6 +407,38 @@ static void quantize_list(struct quantize *q, const struct shards *shards, bool 
             quantize_add_source(q, order[i], unconverted);
     free(order);
     quantize_list_blocks(q);
+}
+
+/* A rule that no module fits is a mistake that nothing else would show. */
+static bool quantize_check_rules(const struct quantize *q, struct err *err)
+{
+    const char *path;
+    json_t *value;
+    for (uint32_t i = 0; i < q->options->rule_count; i++) {
+        const struct quantize_rule *rule = &q->options->rules[i];
+        bool fits = false;
+        json_object_foreach(q->modules, path, value) fits |= quantize_rule_fits(rule, path);
+        if (fits)
+            continue;
+        json_t *names = json_object();
+        struct buf list = {0};
+        json_object_foreach(q->modules, path, value)
+        {
+            const char *name = path;
+            if (!strncmp(name, "layers.", 7)) /* they are the same in every layer */
+                name += 7 + strcspn(name + 7, ".") + 1;
+            if (json_object_get(names, name))
+                continue;
+            json_object_set_new(names, name, json_null());
+            buf_printf(&list, "%s%s", list.len ? ", " : "", name);
+        }
+        err_set(err, ERR_USAGE, "there is no module '%s'; the modules are %s", rule->suffix,
+                list.data ? list.data : "none");
+        json_decref(names);
+        buf_free(&list);
+        return false;
+    }
+    return true;
 }
 
 static bool quantize_check_source(const char *from, bool *tied, struct err *err)
@@ -425,7 +462,10 @@ bool quantize_checkpoint(const char *from, const char *to, const struct quantize
     if (!quantize_check_source(from, &tied, err) || !shards_open(from, &shards, err))
         return false;
     quantize_list(&q, &shards, tied);
-    bool ok = writer_open(&q.writer, to, q.tensors, q.tensor_count, QUANTIZE_SHARD_BYTES, err);
+    bool ok = quantize_check_rules(&q, err);
+    if (!ok) /* the writer, which would own the list, was not opened */
+        q.writer = (struct writer){.tensors = q.tensors, .count = q.tensor_count};
+    ok = ok && writer_open(&q.writer, to, q.tensors, q.tensor_count, QUANTIZE_SHARD_BYTES, err);
     if (ok) {
         ok = jobs_run(&(struct jobs){.count = q.block_count,
                                      .threads = options->threads,
@@ -437,9 +477,10 @@ bool quantize_checkpoint(const char *from, const char *to, const struct quantize
                       err) &&
              writer_finish(&q.writer, err) && quantize_copy_texts(from, to, err) &&
              quantize_put_config(&q, from, to, err);
-        writer_close(&q.writer);
     }
+    writer_close(&q.writer);
     json_decref(q.overrides);
+    json_decref(q.modules);
     free(q.parts);
     free(q.blocks);
     shards_close(&shards);

@@ -19,7 +19,8 @@
 void quantize_row(const float *w, uint32_t cols, uint32_t bits, uint32_t group, uint32_t *codes,
                   uint16_t *scales, uint16_t *biases);
 
-/* Bits for the modules whose path ends in `suffix` ("mlp.gate", "lm_head"); 0: left as they are. */
+/* Bits for the modules whose path ends in `suffix` ("mlp.gate", "lm_head"); 0: left as they are. A
+ * suffix of no module is an error that names the modules. */
 struct quantize_rule {
     const char *suffix;
     uint32_t bits;

@@ -230,6 +230,19 @@ def test_quantize_fixture(tmp_path, bits, group):
     assert json.loads(result)
 
 
+@pytest.mark.parametrize("rules, wrong", [(["nosuch=8"], "nosuch"), (["model.lm_head=8"], "model.lm_head"),
+                                          (["lm_head=6", "switch_mlp=none", "in_proj_b=5"], "switch_mlp")])
+def test_quantize_names_the_modules(tmp_path, rules, wrong):
+    more = [arg for rule in rules for arg in ("--module", rule)]
+    _, err = calla("quantize", "-m", f"{FIXTURES}/fixture-hf", "-o", str(tmp_path / "q"), *more, code=2)
+    assert f"there is no module '{wrong}'; the modules are " in err
+    named = err.split("the modules are ")[1].strip().split(", ")
+    assert {"embed_tokens", "lm_head", "mlp.gate", "mlp.switch_mlp.gate_proj", "self_attn.q_proj"} <= set(named)
+    assert len(named) == len(set(named)) and not (tmp_path / "q").exists()
+    calla("quantize", "-m", f"{FIXTURES}/fixture-hf", "-o", str(tmp_path / "q"),
+          *[arg for name in named for arg in ("--module", f"{name}=8")])
+
+
 def test_quantize_refuses(tmp_path):
     _, err = calla("quantize", "-m", f"{FIXTURES}/fixture-mlx", "-o", str(tmp_path / "q"), code=3)
     assert "is quantised already" in err

@@ -45,10 +45,16 @@ def test_every_command_is_here():
     assert len(COMMANDS) == 11 and set(COMMANDS) - set(VALUED) == {"render"}
 
 
-@pytest.mark.parametrize("args", [["synth", "-o", "x", "--bits", "7"], ["synth", "-o", "x", "--group", "48"],
-                                  ["quantize", "-m", "x", "-o", "y", "--bits", "7"],
-                                  ["quantize", "-m", "x", "-o", "y", "--group", "96"],
-                                  ["serve", "--max-body", "1T"], ["serve", "--max-body", "0"],
+@pytest.mark.parametrize("command", [["synth", "-o", "x"], ["quantize", "-m", "x", "-o", "y"]])
+@pytest.mark.parametrize("option, values, said", [
+    ("--bits", ("7", "9", "1", "0", "-4", "4.0", "x", "4294967300"), "wants 2, 3, 4, 5, 6 or 8, not "),
+    ("--group", ("16", "48", "96", "256", "", "64x"), "wants 32, 64 or 128, not ")])
+def test_one_of_a_few_numbers(command, option, values, said):
+    for value in values:
+        assert calla(*command, option, value).startswith(f"calla {command[0]}: {option} {said}'{value}'\n")
+
+
+@pytest.mark.parametrize("args", [["serve", "--max-body", "1T"], ["serve", "--max-body", "0"],
                                   ["serve", "--cache-ram", "1KB"], ["serve", "--cache-disk", "-1"],
                                   ["serve", "--cache-disk", "99999999999999G"], ["run", "--ctx", "0"],
                                   ["chat", "--think", "--no-think"], ["run", "--seed", "1.5"]])
