@@ -112,7 +112,7 @@ def run_arm(arg, limit):
 
 
 def suites(long):
-    limit = 5400 if long else 900
+    limit = 5400 if long else 1800
     found = []
     for build in ("build", "build/san"):
         for path in sorted(glob.glob(f"{ROOT}/{build}/tests/test_*")):

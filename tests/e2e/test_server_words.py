@@ -90,8 +90,9 @@ def words(value, path=()):
 
 def is_free(at, name):
     keys = [k for k in at if isinstance(k, str)]
-    # Where no form is held to, the parameters of tools are told to the model as they are.
-    told = "parameters" in keys or "input_schema" in keys
+    # Where no form is held to, the parameters of tools are told to the model as they are; a $ref must
+    # lead somewhere all the same.
+    told = ("parameters" in keys or "input_schema" in keys) and keys[-1] != "$ref"
     unread = keys[0] in ("model", "stop", "stop_sequences", "modalities") and name in ("template", "count")
     return keys[-1] in FREE or unread or (told and name not in ("required", "named", "any", "tool"))
 
