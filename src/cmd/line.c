@@ -232,6 +232,10 @@ bool line_open(const char *history_path, struct line **out, struct err *err)
     el_set(line->editor, EL_HIST, history, line->history);
     el_set(line->editor, EL_GETCFN, line_read_char);
     line_bind(line->editor);
+    /* Where a terminal inserts, the editor loses count of wide characters; redrawn, it does not. */
+    static const char *const inserts[] = {"ic", "IC", "im", "dc", "DC", "dm"};
+    for (size_t i = 0; i < sizeof inserts / sizeof *inserts; i++)
+        el_set(line->editor, EL_SETTC, inserts[i], "", NULL);
     line_thread = pthread_self();
     struct sigaction action = {.sa_handler = line_on_signal};
     sigemptyset(&action.sa_mask);

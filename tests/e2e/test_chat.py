@@ -9,6 +9,7 @@ import signal
 import subprocess
 import termios
 import time
+import unicodedata
 
 import pytest
 
@@ -153,6 +154,33 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat(tmp_path, endless, thinking)
         t.finish(0)
 
 
+def test_ctrl_c_twice_ends_the_chat(tmp_path, endless):
+    """Pitfall 124: in the midst of an answer, with exit code 0 and the terminal as it was."""
+    with Terminal(tmp_path, *endless, "--no-think") as t:
+        t.prompt()
+        t.send("Tell me a long story.\r")
+        t.expect(r"x\w+ x\w+ x\w+")
+        t.send("\x03")
+        time.sleep(0.05)  # two of them at once are one to the system
+        t.send("\x03")
+        t.finish(0)
+
+
+def test_ctrl_c_while_the_prompt_is_read(tmp_path, endless):
+    """Pitfall 124: before the first token; what was asked stays in the chat."""
+    with Terminal(tmp_path, *endless, "--no-think", "--chunk", "16") as t:
+        t.prompt()
+        t.send("\x1b[200~" + "word " * 6000 + "\x1b[201~\r")
+        t.expect(r"[Rr]eading|prompt|\d+ ?%|/")
+        t.send("\x03")
+        t.expect("stopped")
+        t.prompt()
+        saved = save(t, tmp_path / "chat.json")
+        assert saved[0]["content"].startswith("word word") and len(saved) <= 2
+        t.send("\x04")
+        t.finish(0)
+
+
 def test_ctrl_c_at_the_prompt(tmp_path):
     with Terminal(tmp_path) as t:
         t.prompt()
@@ -213,6 +241,83 @@ def test_utf8_editing(tmp_path):
         t.prompt()
         assert save(t, tmp_path / "chat.json")[0]["content"] == "本x"
         t.send("\x04")
+        t.finish(0)
+
+
+def cells(text):
+    """Columns of a text: two for wide characters, none for marks."""
+    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
+class Row:
+    """What a terminal shows of one line, for the sequences that the editor sends."""
+
+    def __init__(self):
+        self.shown, self.at = [], 0  # a string a column; "" behind a wide character
+
+    def put(self, c):
+        if unicodedata.combining(c):
+            self.shown[self.at - 1] += c
+            return
+        width = cells(c)
+        self.shown += [" "] * (self.at + width - len(self.shown))
+        self.shown[self.at:self.at + width] = [c] + [""] * (width - 1)
+        self.at += width
+
+    def feed(self, text):
+        for escape, n, kind, other in re.findall(r"(\x1b\[\??(\d*)([@A-Za-z]))|([^\x1b])", text, re.S):
+            if other == "\r":
+                self.at = 0
+            elif other == "\b":
+                self.at -= 1
+            elif other:
+                self.put(other)
+            elif kind == "K":
+                del self.shown[self.at:]
+            elif kind == "G":
+                self.at = int(n) - 1
+            elif kind == "@":
+                self.shown[self.at:self.at] = [" "] * int(n)
+            elif kind == "P":
+                del self.shown[self.at:self.at + int(n)]
+            elif kind in "CD":
+                self.at += int(n or 1) * (1 if kind == "C" else -1)
+            else:
+                assert kind in "hl", escape
+
+
+def test_wide_characters_are_edited_where_they_stand(tmp_path):
+    """Pitfall 125: after each key the line and the cursor's column are those of the text before it."""
+    keys = {"left": "\x1b[D", "right": "\x1b[C", "home": "\x01", "end": "\x05", "rub": "\x7f", "del": "\x1b[3~"}
+    text, at = [], 0
+    with Terminal(tmp_path, "--no-think") as t:
+        t.prompt()
+        seen = len(t.raw)
+        for key in ["日", "本", "x", "left", "left", "rub", "語", "right", "right", "🙂", "left", "é", "left", "left",
+                    "del", "end", "rub", "home", "🙂", "ü", "right", "del", "end", "한", "rub", "rub"]:
+            t.send(keys.get(key, key))
+            if key in ("left", "right"):
+                at = min(max(at + (1 if key == "right" else -1), 0), len(text))
+            elif key in ("home", "end"):
+                at = 0 if key == "home" else len(text)
+            elif key == "rub":
+                del text[at - 1:at]
+                at -= 1
+            elif key == "del":
+                del text[at:at + 1]
+            else:
+                text.insert(at, key)
+                at += 1
+            end = time.monotonic() + 20
+            while True:
+                row = Row()
+                row.feed("> " + t.raw[seen:].decode("utf-8", "ignore"))
+                if "".join(row.shown).rstrip() == ("> " + "".join(text)).rstrip() and \
+                        row.at == 2 + cells("".join(text[:at])):
+                    break
+                assert time.monotonic() < end, (key, row.shown, row.at, text, at)
+                t.pump(0.05)
+        t.send("\x15\x04")
         t.finish(0)
 
 
