@@ -518,7 +518,7 @@ static void test_value_types(void **unused)
           "\"o\":{\"a\":{\"b\":[true,null]},\"c\":\"x\"},\"e\":\"x\",\"any\":\"007\"} calls");
 }
 
-/* Pitfall 40: the client is told of a call that nobody declared; where it wants none, in words. */
+/* Pitfall 40: the client is told of a call that nobody declared; where it wants none, of text. */
 static void test_undeclared_calls(void **unused)
 {
     (void)unused;
@@ -530,7 +530,7 @@ static void test_undeclared_calls(void **unused)
         char *told =
             ask(form, false, REPLY_MAX,
                 form / 2 == 1 ? ",'tool_choice':{'type':'none'}" : ",'tool_choice':'none'");
-        assert_string_equal(told, "C(nobody({\"q\": \"1\"})) stop");
+        assert_string_equal(told, "C(" CALL("nobody", P("q", "1")) ") stop");
         free(told);
     }
     script.ids.len = 0;
